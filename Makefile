@@ -1,0 +1,41 @@
+# Two commands do everything on a machine with Python and make: `make demo` and `make test`. `make help` lists the rest.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PEERS ?= .peers
+PIP := $(BIN)/python -m pip install --quiet --retries 10 --timeout 60 --constraint constraints.txt
+
+.PHONY: help demo test lint types suite bench-kernel clean
+.DEFAULT_GOAL := help
+
+help:  ## list every target
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV)"
+	@$(PIP) torch setuptools
+	@$(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+demo: $(VENV)/.ready  ## exact GP regression with a network's tangent kernel; a table and a figure in demo/
+	@$(BIN)/python examples/exact_gp_regression.py --output demo
+
+test: lint types suite  ## lint, types, docs snippets and the whole suite
+
+lint: $(VENV)/.ready  ## formatting and lint
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+
+types: $(VENV)/.ready  ## static types of the package
+	@$(BIN)/mypy
+
+suite: $(VENV)/.ready  ## every test, with coverage
+	@$(BIN)/python -m pytest --cov --cov-report=term -q
+
+bench-kernel: $(VENV)/.ready  ## the tangent kernel beside laplace-torch and neural-tangents; a table in benchmarks/results/
+	@test -n "$$(ls -A $(PEERS) 2>/dev/null)" || bash ../shared/peers/setup $(PEERS)
+	@$(BIN)/python benchmarks/kernel.py --peers $(PEERS)
+
+clean:  ## remove what the targets made, the environments included
+	rm -rf $(VENV) $(PEERS) demo build *.egg-info .pytest_cache .ruff_cache .mypy_cache .coverage

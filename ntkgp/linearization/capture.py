@@ -1,0 +1,126 @@
+"""From one forward pass and C backward passes to the factored Jacobian."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.autograd import grad
+from torch.autograd.graph import GradientEdge
+
+from ntkgp.linearization.factors import Dense, Factor, Outer
+from ntkgp.linearization.features import Features
+from ntkgp.linearization.graph import Trace, Use
+from ntkgp.linearization.rules import RuleFailed, apply_rule
+from ntkgp.linearization.snapshot import Snapshot
+
+__all__ = ["Analysis", "capture", "fallback_jacobian"]
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What was learnt about a computation: its uses, the parameters that need the fallback, and its size."""
+
+    structure: tuple
+    uses: tuple[Use, ...]
+    fallback: tuple[str, ...]
+    num_outputs: int
+    cotangents: int  # numbers per example in the outputs of all used operations
+    activations: int  # numbers per example in the whole graph
+    norms: dict[str, int] = field(default_factory=dict)  # for scale-invariant parameters, the norm that makes them so
+    forward_mode: bool = True  # not for embeddings with padding: only reverse mode keeps their row from learning
+
+    def covered(self) -> list[Use]:
+        """Uses whose parameters all have rules."""
+        return [use for use in self.uses if not set(use.target.parameters) & set(self.fallback)]
+
+
+def capture(
+    net: Snapshot, f: Tensor, trace: Trace, analysis: Analysis, seeds: Tensor, differentiable: bool = False
+) -> Features:
+    r"""Return the features of the parameters that rules cover.
+
+    One backward pass for each row of ``seeds`` gives the cotangents of all uses at once: examples do not mix, so the
+    cotangents of all N come from a single pass over the sum of their outputs.
+
+    Args:
+        net: the network.
+        f: its output with the graph still alive, (N, outputs).
+        trace: the graph of ``f``.
+        analysis: what is known about this graph.
+        seeds: what to differentiate, (C, outputs): the identity for J itself.
+        differentiable: keep the features differentiable in the inputs.
+    """
+    uses = analysis.covered()
+    C, n = seeds.shape[0], f.shape[0]
+    inner = sorted({use.node for use in uses if not _is_output(use, trace, f)})
+    axes = {use.node: use.axis for use in uses}
+    edges = [trace.gradient_edge(node) for node in inner]
+    G: dict[int, Tensor] = {}
+    columns: dict[int, list[Tensor]] = {node: [] for node in inner}
+    for c in range(C if inner else 0):
+        cotangents = grad(
+            f, edges, seeds[c].expand_as(f), retain_graph=True, create_graph=differentiable, allow_unused=True
+        )
+        for node, g in zip(inner, cotangents, strict=True):
+            g = f.new_zeros(trace.shape((node, 0))) if g is None else g
+            g = axes[node].examples_first(g)
+            if differentiable:
+                columns[node].append(g)
+            else:
+                if c == 0:
+                    G[node] = g.new_empty(n, C, *g.shape[1:])
+                G[node][:, c] = g
+    if differentiable:
+        G = {node: torch.stack(parts, 1) for node, parts in columns.items()}
+    factors: dict[str, list[tuple[int, Factor]]] = {name: [] for name in net.layout.names}
+    for use in uses:
+        shared = use.node not in G
+        factor = apply_rule(trace.nodes[use.node], use, seeds[None, :, None, :] if shared else G[use.node])
+        if shared and isinstance(factor, Outer):
+            factor = Outer(factor.G, factor.A, factor.d_in, factor.transposed, shared=True)
+        elif isinstance(factor, Dense):
+            factor = Dense(factor.J.expand(n, -1, -1))
+        for name, part in _pull_back(net, trace, use, factor, differentiable):
+            factors[name].append((use.node, part))
+    return Features.assemble(n, C, {name: parts for name, parts in factors.items() if parts}, f)
+
+
+def _is_output(use: Use, trace: Trace, f: Tensor) -> bool:
+    """The operation makes the output itself, so its cotangents are the seeds."""
+    return trace.nodes[use.node] is f.grad_fn and use.axis.dim == 0 and use.axis.positions == 1
+
+
+def _pull_back(net: Snapshot, trace: Trace, use: Use, factor: Factor, differentiable: bool) -> list[tuple[str, Factor]]:
+    """Turn the Jacobian of what was used into those of the parameters behind it: J_θ = J_u ∂u/∂θ."""
+    target = use.target
+    if target.derived is None:
+        return [(target.parameters[0], factor)]
+    J = factor.dense()
+    node, output = target.derived
+    try:
+        pulled = grad(
+            [GradientEdge(trace.nodes[node], output)],
+            [net.parameters[name] for name in target.parameters],
+            [J.reshape(-1, *target.shape)],
+            retain_graph=True,
+            create_graph=differentiable,
+            is_grads_batched=True,
+        )
+    except RuntimeError as error:  # an operation that vmap does not know
+        raise RuleFailed(use) from error
+    return [(name, Dense(part.reshape(*J.shape[:2], -1))) for name, part in zip(target.parameters, pulled, strict=True)]
+
+
+def fallback_jacobian(f: Tensor, parameters: list[Tensor], seeds: Tensor, differentiable: bool = False) -> Tensor:
+    """Return the dense Jacobian of one example, (1, C, p), of output (1, outputs), by plain backward passes."""
+    rows = []
+    for seed in seeds:
+        parts = grad(
+            f, parameters, seed.expand_as(f), retain_graph=True, create_graph=differentiable, allow_unused=True
+        )
+        rows.append(torch.cat([_dense(part, p).flatten() for part, p in zip(parts, parameters, strict=True)]))
+    return torch.stack(rows).unsqueeze(0)
+
+
+def _dense(part: Tensor | None, parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter) if part is None else part

@@ -1,0 +1,88 @@
+"""The Jacobian of one parameter, for N examples and C outputs: as an outer product over positions, or dense."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+__all__ = ["Dense", "Factor", "Outer", "concatenate_positions"]
+
+
+@dataclass(frozen=True)
+class Dense:
+    """J itself, of a parameter with p numbers."""
+
+    J: Tensor  # (N, C, p)
+
+    def dense(self) -> Tensor:  # (N, C, p)
+        """Return J."""
+        return self.J
+
+
+@dataclass(frozen=True)
+class Outer:
+    r"""J = :math:`\sum_t g_t \otimes a_t`, the gradient of a matrix that meets T inputs a and T cotangents g.
+
+    The parameter is (d_out, d_in), or (d_in, d_out) if ``transposed``. ``A`` may also hold indices (an embedding meets
+    unit vectors), or be None (a bias meets ones, and d_in = 1 is dropped). ``shared`` cotangents are the same for all
+    examples, as those of a network's last layer are.
+    """
+
+    G: Tensor  # (N, C, T, d_out), or (1, C, 1, d_out) if shared
+    A: Tensor | None  # (N, T, d_in), or (N, T) indices below d_in
+    d_in: int
+    transposed: bool = False
+    shared: bool = False
+
+    @property
+    def positions(self) -> int:
+        """T."""
+        return self.G.shape[2]
+
+    @property
+    def has_indices(self) -> bool:
+        """Whether the inputs are unit vectors, kept as indices."""
+        return self.A is not None and not self.A.is_floating_point()
+
+    def __getitem__(self, index: slice) -> "Outer":
+        """Return the examples that ``index`` selects."""
+        return replace(self, G=self.G if self.shared else self.G[index], A=None if self.A is None else self.A[index])
+
+    def dense(self) -> Tensor:  # (N, C, d_out d_in)
+        """Contract the positions: 2 N C T d_in d_out flops."""
+        if self.A is None:
+            return self.G.sum(-2)
+        N, C, T, d_out = self.A.shape[0], *self.G.shape[1:]
+        G = self.G.expand(N, C, T, d_out)
+        if self.has_indices:
+            J = G.new_zeros(N, C, self.d_in, d_out)
+            J = J.scatter_add(2, self.A[:, None, :, None].expand_as(G), G)
+            return (J if self.transposed else J.mT).flatten(-2)
+        J = (G.mT.reshape(N, C * d_out, T) @ self.A).view(N, C, d_out, self.d_in)
+        return (J.mT if self.transposed else J).flatten(-2)
+
+    def pairwise_is_cheaper(self) -> bool:
+        """Compare, per pair of examples, multiplications in a Gram matrix of contracted gradients and of positions.
+
+        Contracted: C² d_in d_out. Position by position: T² (d_in + C² d_out), and no product for indices.
+        """
+        C, T, d_out = self.G.shape[1:]
+        if self.A is None:
+            return False
+        inputs = 1 if self.has_indices else self.d_in
+        return T * T * (inputs + C * C * d_out) < C * C * self.d_in * d_out
+
+
+def concatenate_positions(factors: list[Outer]) -> Outer | None:
+    """Return the factor of a parameter used several times: each use is one more set of positions; None if unlike."""
+    first = factors[0]
+    if len(factors) == 1:
+        return first
+    alike = {(f.A is None, f.has_indices, f.transposed, f.shared) for f in factors}
+    if len(alike) > 1 or first.shared:
+        return None
+    A = None if first.A is None else torch.cat([f.A for f in factors if f.A is not None], dim=1)
+    return replace(first, G=torch.cat([f.G for f in factors], dim=2), A=A)
+
+
+Factor = Dense | Outer

@@ -1,0 +1,327 @@
+"""A network as its own first-order expansion: f, J v, Jᵀ u, and J in factored form."""
+
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy, deepcopy
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ntkgp.linearization.cache import InputCache
+from ntkgp.linearization.capture import Analysis, capture, fallback_jacobian
+from ntkgp.linearization.features import Features
+from ntkgp.linearization.graph import Trace, trace
+from ntkgp.linearization.inputs import Input, batch_size, leaves, map_leaves, rebuild, take, validate_input
+from ntkgp.linearization.layout import ParameterLayout
+from ntkgp.linearization.probe import probe, tolerance
+from ntkgp.linearization.products import JVP, JVPS, JVPS_IN_REVERSE, DifferentiableJVP, vjp
+from ntkgp.linearization.rules import CONVOLUTION
+from ntkgp.linearization.snapshot import Selection, Snapshot
+
+__all__ = ["Linearization"]
+
+_CAPTURE_BYTES = 64 << 20  # cotangents held at a time: past the caches a larger batch gains nothing
+_PRODUCT_BYTES = 256 << 20  # activations held at a time in products
+
+
+class Linearization:
+    r"""f_lin(x; θ) = f(x; θ*) + J(x)(θ − θ*), the network's expansion at its own weights.
+
+    The network is copied: it is never changed, and training it further does not move the linearisation.
+
+    Args:
+        net: any module that takes a tensor (or a dict or tuple of tensors), examples first, and returns one tensor.
+        parameters: which parameters are Bayesian: None for all that require gradients, a predicate on
+            (name, parameter), or a list of parameter or module names.
+        example: an input from which shapes are learnt at once; otherwise the first input teaches them.
+
+    Raises:
+        TypeError: if ``net`` or ``example`` is of the wrong type.
+        ValueError: if nothing is selected, or ``net`` is random, mixes examples, or resists differentiation.
+    """
+
+    def __init__(self, net: nn.Module, parameters: Selection = None, example: Input | None = None) -> None:
+        self._net = Snapshot(net, parameters)
+        self._seeds: Tensor | None = None  # (C, outputs of the network) where only some are wanted
+        self._analyses: dict[tuple, Analysis] = {}
+        self._jvp: JVP | None = None
+        self.cache = InputCache()
+        if example is not None:
+            self.learn(example)
+
+    @property
+    def layout(self) -> ParameterLayout:
+        """Names, shapes and order of the Bayesian parameters."""
+        return self._net.layout
+
+    @property
+    def num_params(self) -> int:
+        """P, the number of Bayesian parameters."""
+        return self.layout.num_params
+
+    @property
+    def num_outputs(self) -> int:
+        """C, the outputs per example."""
+        if self._seeds is not None:
+            return self._seeds.shape[0]
+        return self._seen("num_outputs").num_outputs
+
+    @property
+    def groups(self) -> dict[str, list[str]]:
+        """Parameter names by layer, in order."""
+        return self._net.groups
+
+    @property
+    def convolutions(self) -> list[str]:
+        """Parameters that the network convolves with."""
+        uses = self._seen("convolutions").uses
+        found = {use.target.parameters[0] for use in uses if use.operation == CONVOLUTION and use.slot == 1}
+        return [name for name in self.layout.names if name in found]
+
+    def normalized_groups(self) -> dict[str, tuple[str, ...]]:
+        """Return the parameters that each normalisation layer makes scale invariant, and the rest as one group."""
+        norms = self._seen("what is normalised").norms
+        groups: dict[int, list[str]] = {}
+        for name in self.layout.names:
+            if name in norms:
+                groups.setdefault(norms[name], []).append(name)
+        layers = {name: layer for layer, names in self.groups.items() for name in names}
+        named = {layers[names[0]]: tuple(names) for names in groups.values()}
+        rest = tuple(name for name in self.layout.names if name not in norms)
+        return {**named, "rest": rest} if rest else named
+
+    @property
+    def theta(self) -> Tensor:  # (P,)
+        """θ*, the linearisation point (a copy)."""
+        return self.layout.join({name: p.detach() for name, p in self._net.parameters.items()})
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the parameters."""
+        return self._net.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+        return self._net.device
+
+    def learn(self, x: Input) -> Analysis:
+        """Check ``x``, and probe the network if it has not seen inputs of these shapes."""
+        validate_input(x, self.dtype, self.device)
+        shapes = _shapes(x)
+        if shapes not in self._analyses:
+            analysis = probe(self._net, map_leaves(Tensor.detach, x))
+            known = next(iter(self._analyses.values()), analysis).num_outputs
+            if known != analysis.num_outputs:
+                raise ValueError(
+                    f"x makes the network return {analysis.num_outputs} outputs per example, but it returned {known} "
+                    "before"
+                )
+            self._analyses[shapes] = analysis
+        return self._analyses[shapes]
+
+    def __call__(self, x: Input) -> Tensor:  # (N, C)
+        """Return f(x; θ*); differentiable in x where x requires gradients."""
+        analysis = self.learn(x)
+        if _wants_grad(x):
+            with self._net.differentiable():
+                return self._project(self._net(x))
+        with torch.no_grad():
+            return torch.cat([self._project(self._net(part)) for part in _parts(x, _product_batch(analysis))])
+
+    def jvp(self, x: Input, v: Tensor) -> Tensor:  # (P,) or (S, P) -> (N, C) or (S, N, C)
+        """Return J(x) v; differentiable in x and v where they require gradients."""
+        analysis = self.learn(x)
+        _check_shape("v", v, (self.num_params,))
+        V = v.reshape(-1, self.num_params)
+        product = self._forward_product(x, analysis)
+        if _wants_grad(x) or _wants_grad(v):
+            out = DifferentiableJVP.apply(self._net, product, partial(rebuild, x), V, *leaves(x))
+        else:
+            batch = _product_batch(analysis, copies=1 + len(V))
+            out = torch.cat([product(self._net, part, V) for part in _parts(x, batch)], dim=1)
+        return self._project(out).reshape(*v.shape[:-1], batch_size(x), self.num_outputs)
+
+    def vjp(self, x: Input, u: Tensor) -> Tensor:  # (N, C) or (S, N, C) -> (P,) or (S, P)
+        """Return J(x)ᵀ u; differentiable in x and u where they require gradients."""
+        analysis = self.learn(x)
+        n = batch_size(x)
+        _check_shape("u", u, (n, self.num_outputs))
+        U = u.reshape(-1, n, self.num_outputs)
+        U = U if self._seeds is None else U @ self._seeds
+        if _wants_grad(x) or _wants_grad(u):
+            total = vjp(self._net, x, U, differentiable=True)
+        else:
+            total, batch = u.new_zeros(U.shape[0], self.num_params), _product_batch(analysis)
+            for part, cotangents in zip(_parts(x, batch), U.split(batch, dim=1), strict=True):
+                total += vjp(self._net, part, cotangents)
+        return total.reshape(*u.shape[:-2], self.num_params)
+
+    def jacobian(self, x: Input) -> Tensor:  # (N, C, P)
+        """Return J(x) as a dense tensor, example by example with plain backward passes: the oracle of all else."""
+        self.learn(x)
+        return self._by_example(x, self.layout.names, _wants_grad(x))
+
+    def features(self, x: Input) -> Features:
+        """Return J(x) in factored form; differentiable in x where x requires gradients."""
+        analysis = self.learn(x)
+        if _wants_grad(x):
+            return self._capture(x, differentiable=True)
+        x = map_leaves(Tensor.detach, x)
+        bytes_each = analysis.cotangents * (self.num_outputs + 1) * self.theta.element_size()
+        batch = max(2, _CAPTURE_BYTES // max(1, bytes_each))
+        return Features.cat([self._capture(part) for part in _parts(x, batch)])
+
+    def select(self, outputs: int | Sequence[int] | str | Tensor) -> "Linearization":
+        """Return the linearisation of some outputs only, or of linear combinations W f of them.
+
+        Args:
+            outputs: an index, several, "sum", or a matrix W with a row for each combination, (C', C).
+
+        Raises:
+            ValueError: if ``outputs`` is none of these.
+        """
+        C = self.num_outputs
+        if isinstance(outputs, str):
+            if outputs != "sum":
+                raise ValueError(f'outputs must be indices, a matrix or "sum", but is {outputs!r}')
+            W = torch.ones(1, C)
+        elif isinstance(outputs, Tensor) and outputs.is_floating_point():
+            if outputs.ndim != 2 or outputs.shape[1] != C:
+                raise ValueError(f"outputs must have shape (C', {C}) as a matrix, but has {tuple(outputs.shape)}")
+            W = outputs
+        else:
+            index = torch.as_tensor(outputs).reshape(-1)
+            if index.numel() == 0 or index.min() < -C or index.max() >= C:
+                raise ValueError(f"outputs must be indices into {C} outputs, but is {outputs}")
+            W = torch.eye(C)[index]
+        W = W.to(dtype=self.dtype, device=self.device)
+        selected = copy(self)
+        selected._seeds = W if self._seeds is None else W @ self._seeds
+        selected.cache = InputCache()
+        return selected
+
+    def to(self, *args: Any, **kwargs: Any) -> "Linearization":  # noqa: ANN401
+        """Return the linearisation on another device or in another dtype (itself if nothing changes)."""
+        return self.converted(lambda module: module.to(*args, **kwargs))
+
+    def double(self) -> "Linearization":
+        """Return the linearisation in float64."""
+        return self.to(torch.float64)
+
+    def float(self) -> "Linearization":
+        """Return the linearisation in float32."""
+        return self.to(torch.float32)
+
+    def converted(self, convert: Callable[[nn.Module], nn.Module]) -> "Linearization":
+        """Return the linearisation of a copy that ``convert`` moved to another dtype or device."""
+        pilot = next(convert(nn.ParameterList([self.theta[:1]])).parameters())
+        if (pilot.dtype, pilot.device) == (self.dtype, self.device):
+            return self
+        new = copy(self)
+        new._net = Snapshot(convert(deepcopy(self._net.module)), self.layout.names)
+        new._seeds = None if self._seeds is None else self._seeds.to(pilot)
+        new._analyses = {}
+        new.cache = InputCache()
+        return new
+
+    def __deepcopy__(self, memo: dict) -> "Linearization":
+        return self  # immutable: copies of what is built on it share it
+
+    def _seen(self, what: str) -> Analysis:
+        if not self._analyses:
+            raise ValueError(
+                f"{what} is not known yet: pass example= to Linearization, or evaluate it at an input first"
+            )
+        return next(iter(self._analyses.values()))
+
+    def _capture(self, x: Input, differentiable: bool = False) -> Features:
+        n = batch_size(x)
+        pair = x if n > 1 else map_leaves(lambda leaf: leaf.expand(2, *leaf.shape[1:]), x)
+        with self._net.differentiable(), torch.enable_grad():
+            f = self._net(pair)
+            t = trace(f, leaves(pair))
+            analysis = self._analysis_of(pair, t)
+            features = capture(self._net, f, t, analysis, self._basis(f), differentiable)[:n]
+        if analysis.fallback:
+            J = self._by_example(x, analysis.fallback, differentiable)
+            sizes = dict(zip(self.layout.names, self.layout.sizes, strict=True))
+            features = features.joined(J, {name: sizes[name] for name in analysis.fallback})
+        return features
+
+    def _analysis_of(self, x: Input, t: Trace) -> Analysis:
+        """Return what is known of this very graph; a network may compute a large batch in another way than a small."""
+        known, n = self._analyses[_shapes(x)], batch_size(x)
+        if known.structure == t.structure:
+            return known
+        key = _shapes(x), t.structure
+        if key not in self._analyses:
+            analysis = probe(self._net, x)
+            if analysis.structure != t.structure and n > 2:
+                analysis = probe(self._net, x, large=n, small=n - 1)
+            if analysis.structure != t.structure:
+                analysis = replace(known, structure=t.structure, uses=(), fallback=self.layout.names)
+            self._analyses[key] = analysis
+        return self._analyses[key]
+
+    def _by_example(self, x: Input, names: Sequence[str], differentiable: bool) -> Tensor:  # (N, C, p)
+        parameters = [self._net.parameters[name] for name in names]
+        rows = []
+        for n in range(batch_size(x)):
+            with self._net.differentiable(), torch.enable_grad():
+                f = self._net(take(x, slice(n, n + 1)))
+                rows.append(fallback_jacobian(f, parameters, self._basis(f), differentiable))
+        return torch.cat(rows)
+
+    def _basis(self, f: Tensor) -> Tensor:  # (C, outputs)
+        return torch.eye(f.shape[1], dtype=f.dtype, device=f.device) if self._seeds is None else self._seeds
+
+    def _project(self, f: Tensor) -> Tensor:  # (..., outputs) -> (..., C)
+        return f if self._seeds is None else f @ self._seeds.mT
+
+    def _forward_product(self, x: Input, analysis: Analysis) -> JVP:
+        """Choose once how to compute J v: the first way that runs and satisfies ⟨u, J v⟩ = ⟨Jᵀu, v⟩."""
+        if self._jvp is None:
+            x = take(map_leaves(Tensor.detach, x), slice(2))
+            generator = torch.Generator().manual_seed(0)
+            v = torch.randn(2, self.num_params, generator=generator, dtype=self.dtype).to(self.device)
+            with torch.no_grad():
+                f = self._net(x)
+            u = torch.randn(f.shape, generator=generator, dtype=self.dtype).to(self.device)
+            pulled = vjp(self._net, x, u.unsqueeze(0))[0]
+            truth, bound = v @ pulled, tolerance(self.dtype) * v.norm(dim=1) * pulled.norm()
+            for product in JVPS if analysis.forward_mode else JVPS_IN_REVERSE:
+                try:
+                    found = (product(self._net, x, v) * u).sum((1, 2))
+                except (RuntimeError, NotImplementedError):  # no forward mode or no batching rule for an operation
+                    continue
+                if ((found - truth).abs() <= bound).all():
+                    self._jvp = product
+                    break
+        return self._jvp
+
+
+def _shapes(x: Input) -> tuple:
+    return tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves(x))
+
+
+def _parts(x: Input, batch: int) -> Iterator[Input]:
+    for start in range(0, batch_size(x), batch):
+        yield take(x, slice(start, start + batch))
+
+
+def _product_batch(analysis: Analysis, copies: int = 1) -> int:
+    return max(1, _PRODUCT_BYTES // max(1, 4 * copies * analysis.activations))
+
+
+def _wants_grad(x: Input) -> bool:
+    return torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves(x))
+
+
+def _check_shape(argument: str, value: Tensor, tail: tuple[int, ...]) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{argument} must be a tensor, but is a {type(value).__name__}")
+    if value.shape[-len(tail) :] != tail or value.ndim not in (len(tail), len(tail) + 1):
+        raise ValueError(f"{argument} must have shape {tail} or (S, *{tail}), but has {tuple(value.shape)}")

@@ -1,0 +1,106 @@
+"""J v and Jᵀ u without J: forward and reverse mode through the whole network."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd import grad
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.func import vmap
+
+from ntkgp.linearization.capture import fallback_jacobian
+from ntkgp.linearization.inputs import Input, batch_size, take
+from ntkgp.linearization.snapshot import Snapshot
+
+__all__ = ["JVP", "JVPS", "JVPS_IN_REVERSE", "DifferentiableJVP", "vjp"]
+
+
+def vjp(net: Snapshot, x: Input, u: Tensor, differentiable: bool = False) -> Tensor:  # (S, N, outputs) -> (S, P)
+    """Return Jᵀu for S cotangents: one forward pass, S backward passes through one graph."""
+    parameters = list(net.parameters.values())
+    with net.differentiable(), torch.enable_grad():
+        f = net(x)
+        rows = [
+            grad(f, parameters, cotangent, retain_graph=True, create_graph=differentiable, materialize_grads=True)
+            for cotangent in u
+        ]
+    return torch.stack([torch.cat([part.flatten() for part in row]) for row in rows])
+
+
+def jvp_vmapped(net: Snapshot, x: Input, v: Tensor) -> Tensor:  # (S, P) -> (S, N, outputs)
+    """Return J v for S tangents in one pass in forward mode: what does not depend on the tangent is computed once."""
+    return vmap(lambda tangent: _forward(net, x, tangent))(v) if len(v) > 1 else jvp_looped(net, x, v)
+
+
+def jvp_looped(net: Snapshot, x: Input, v: Tensor) -> Tensor:  # (S, P) -> (S, N, outputs)
+    """Return J v in forward mode, one tangent after the other."""
+    return torch.stack([_forward(net, x, tangent) for tangent in v])
+
+
+def jvp_by_double_backward(net: Snapshot, x: Input, v: Tensor) -> Tensor:  # (S, P) -> (S, N, outputs)
+    """Return J v as the derivative of the linear map u -> Jᵀu, for networks without a forward mode."""
+    parameters = list(net.parameters.values())
+    with net.differentiable(), torch.enable_grad():
+        f = net(x)
+        u = torch.zeros_like(f, requires_grad=True)
+        pulled = grad(f, parameters, u, create_graph=True, materialize_grads=True)
+        alive = [i for i, part in enumerate(pulled) if part.requires_grad]  # parameters the network does not use: zero
+        rows = []
+        for tangent in v:
+            tangents = list(net.layout.split(tangent).values())
+            rows += grad([pulled[i] for i in alive], u, [tangents[i] for i in alive], retain_graph=True)
+    return torch.stack(rows)
+
+
+def jvp_by_jacobian(net: Snapshot, x: Input, v: Tensor) -> Tensor:  # (S, P) -> (S, N, outputs)
+    """Return J v from the Jacobians of single examples: slow, and always possible."""
+    parameters = list(net.parameters.values())
+    rows = []
+    for n in range(batch_size(x)):
+        with net.differentiable(), torch.enable_grad():
+            f = net(take(x, slice(n, n + 1)))
+            basis = torch.eye(f.shape[1], dtype=f.dtype, device=f.device)
+            rows.append(v @ fallback_jacobian(f, parameters, basis)[0].mT)
+    return torch.stack(rows, dim=1)
+
+
+def _forward(net: Snapshot, x: Input, v: Tensor) -> Tensor:  # (P,) -> (N, outputs)
+    theta = {name: parameter.detach() for name, parameter in net.parameters.items()}
+    with net.differentiable():
+        return torch.func.jvp(lambda parameters: net(x, parameters), (theta,), (net.layout.split(v),))[1]
+
+
+JVPS_IN_REVERSE = (jvp_by_double_backward, jvp_by_jacobian)
+JVPS = (jvp_vmapped, jvp_looped, *JVPS_IN_REVERSE)  # fastest first
+JVP = Callable[[Snapshot, Input, Tensor], Tensor]
+
+
+class DifferentiableJVP(torch.autograd.Function):
+    """J(x) v with derivatives in x and v by reverse mode only: d⟨u, J(x) v⟩ = d⟨J(x)ᵀu, v⟩.
+
+    Differentiating a forward-mode product instead is silently wrong for some operations (layer norm among them).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, net: Snapshot, product: JVP, rebuild: Callable[..., Input], v: Tensor, *parts: Tensor
+    ) -> Tensor:  # (S, P) -> (S, N, outputs)
+        """Compute the product by ``product`` at the input that ``rebuild`` makes of its tensors."""
+        ctx.net, ctx.rebuild = net, rebuild
+        ctx.save_for_backward(v, *parts)
+        return product(net, rebuild(*(part.detach() for part in parts)), v.detach())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, u: Tensor) -> tuple[Tensor | None, ...]:
+        """Pull u back to v and to the input."""
+        v, *parts = ctx.saved_tensors
+        wanted = [
+            part.detach().requires_grad_(flag) for part, flag in zip(parts, ctx.needs_input_grad[4:], strict=True)
+        ]
+        with torch.enable_grad():
+            pulled = vjp(ctx.net, ctx.rebuild(*wanted), u, differentiable=True)
+            inputs = [part for part in wanted if part.requires_grad]
+            grads = iter(grad((pulled * v).sum(), inputs, materialize_grads=True) if inputs else ())
+        to_parts = [next(grads) if part.requires_grad else None for part in wanted]
+        return None, None, None, pulled.detach(), *to_parts

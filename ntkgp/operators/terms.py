@@ -1,0 +1,281 @@
+"""What one part of the features adds to a Gram matrix: K = Σ J_1 S₀ J_2ᵀ over terms.
+
+Each term knows its own structure. ``tile`` returns rows x columns of its share as a new, differentiable tensor;
+``add_to`` writes or adds the same into a matrix that exists, without intermediate copies where it can.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ntkgp.linearization import Block, Features
+from ntkgp.linearization.factors import Outer
+from ntkgp.priors import Covariance, Elementwise, Separable, Uniform
+
+__all__ = ["Term", "terms"]
+
+
+class Term(Protocol):
+    """One summand of K, by points: row n C + c of the matrix is output c of point n."""
+
+    def tile(self, rows: slice, cols: slice) -> Tensor:  # (n C, m C)
+        """Return the share of these points."""
+
+    def add_to(self, K: Tensor, rows: slice, cols: slice, fresh: bool) -> None:  # K: (n C, m C)
+        """Add the share of these points to K; K is overwritten if ``fresh``. Not differentiable."""
+
+    def blocks(self) -> Tensor:  # (N, C, C)
+        """Return the share of k(x_n, x'_n), point by point."""
+
+
+@dataclass(frozen=True)
+class DenseTerm:
+    """J_1 J_2ᵀ s for contracted gradients: one matrix product."""
+
+    J1: Tensor  # (N, C, p)
+    J2: Tensor  # (M, C, p), S₀ applied up to s
+    s: Tensor  # ()
+
+    def tile(self, rows: slice, cols: slice) -> Tensor:  # (n C, m C)
+        """Return the share of these points."""
+        return self.s * (self.J1[rows].flatten(0, 1) @ self.J2[cols].flatten(0, 1).mT)
+
+    def add_to(self, K: Tensor, rows: slice, cols: slice, fresh: bool) -> None:  # (n C, m C)
+        """Add the share of these points to K."""
+        J1, J2 = self.J1[rows].flatten(0, 1), self.J2[cols].flatten(0, 1)
+        torch.addmm(K, J1, J2.mT, beta=0 if fresh else 1, alpha=self.s.item(), out=K)
+
+    def blocks(self) -> Tensor:  # (N, C, C)
+        """Return the share of k(x_n, x'_n), point by point."""
+        return self.s * (self.J1 @ self.J2.mT)
+
+
+@dataclass(frozen=True)
+class OuterTerm:
+    r"""(s A_1 A_2ᵀ + b) ∘ (G_1 G_2ᵀ) for a weight that meets one input a per point, with its bias.
+
+    N² (d_in + C² d_out) multiplications where the contracted product takes N² C² d_in d_out.
+    """
+
+    A1: Tensor  # (N, d_in)
+    A2: Tensor  # (M, d_in)
+    s: Tensor  # variance of the weight, ()
+    b: Tensor  # variance of the bias, ()
+    G1: Tensor  # (N, C, d_out)
+    G2: Tensor  # (M, C, d_out)
+
+    @cached_property
+    def inputs(self) -> Tensor:  # (N, M)
+        """The Hadamard factor, one number for a pair of points."""
+        return self.s * _inner(self.A1, self.A2) + self.b
+
+    def tile(self, rows: slice, cols: slice) -> Tensor:  # (n C, m C)
+        """Return the share of these points."""
+        A = self.inputs[rows, cols]
+        product = self.G1[rows].flatten(0, 1) @ self.G2[cols].flatten(0, 1).mT
+        return (_by_points(product, A) * A[:, None, :, None]).view_as(product)
+
+    def add_to(self, K: Tensor, rows: slice, cols: slice, fresh: bool) -> None:  # (n C, m C)
+        """Add the share of these points to K."""
+        A = self.inputs[rows, cols]
+        product = _by_points(self.G1[rows].flatten(0, 1) @ self.G2[cols].flatten(0, 1).mT, A)
+        A, K = A[:, None, :, None], _by_points(K, A)
+        if fresh:
+            torch.mul(product, A, out=K)
+        else:
+            K.addcmul_(product, A)
+
+    def blocks(self) -> Tensor:  # (N, C, C)
+        """Return the share of k(x_n, x'_n), point by point."""
+        inputs = self.s * _inner_by_point(self.A1, self.A2) + self.b
+        return inputs[:, None, None] * (self.G1 @ self.G2.mT)
+
+
+@dataclass(frozen=True)
+class SharedTerm:
+    """(s A_1 A_2ᵀ + b) ⊗ (G_1 G_2ᵀ) where all points share their cotangents: the last layer."""
+
+    A1: Tensor  # (N, d_in)
+    A2: Tensor  # (M, d_in)
+    s: Tensor  # variance of the weight, ()
+    b: Tensor  # variance of the bias, ()
+    G: Tensor  # (C, C)
+
+    @cached_property
+    def inputs(self) -> Tensor:  # (N, M)
+        """The left Kronecker factor, one number for a pair of points."""
+        return self.s * _inner(self.A1, self.A2) + self.b
+
+    def tile(self, rows: slice, cols: slice) -> Tensor:  # (n C, m C)
+        """Return the share of these points."""
+        return torch.kron(self.inputs[rows, cols].contiguous(), self.G)
+
+    def add_to(self, K: Tensor, rows: slice, cols: slice, fresh: bool) -> None:  # (n C, m C)
+        """Add the share of these points to K; outputs that do not interact take C, not C², numbers for a pair."""
+        A = self.inputs[rows, cols]
+        K, diagonal = _by_points(K, A), self.G.diagonal()
+        if fresh:
+            torch.mul(A[:, None, :, None], self.G[None, :, None, :], out=K)
+        elif torch.equal(self.G, torch.diag(diagonal)):
+            K.diagonal(dim1=1, dim2=3).add_(A.unsqueeze(-1) * diagonal)
+        else:
+            K.addcmul_(A[:, None, :, None], self.G[None, :, None, :])
+
+    def blocks(self) -> Tensor:  # (N, C, C)
+        """Return the share of k(x_n, x'_n), point by point."""
+        return (self.s * _inner_by_point(self.A1, self.A2) + self.b)[:, None, None] * self.G
+
+
+@dataclass(frozen=True)
+class PositionsTerm:
+    """Σ_tt' (A_1 A_2ᵀ) ∘ (G_1 G_2ᵀ) over pairs of positions, for weights too large to contract."""
+
+    A1: Tensor  # (N, T, d_in), or (N, T) indices
+    A2: Tensor  # (M, T, d_in)
+    s: Tensor  # variance of the weight, ()
+    b: Tensor  # variance of the bias, ()
+    G1: Tensor  # (N, C, T, d_out)
+    G2: Tensor  # (M, C, T, d_out)
+
+    def tile(self, rows: slice, cols: slice) -> Tensor:  # (n C, m C)
+        """Return the share of these points, a few rows at a time: pairs of positions take T² the space."""
+        G1, A1, G2, A2 = self.G1[rows], self.A1[rows], self.G2[cols], self.A2[cols]
+        m, C, T, _ = G2.shape
+        step = max(1, _PAIR_ELEMENTS // (m * C * C * T * T))
+        parts = []
+        for g, a in zip(G1.split(step), A1.split(step), strict=True):
+            pairs = torch.einsum("ncto,mdso->ncmdts", g, G2)
+            inputs = self.s * _inner(a.flatten(0, 1), A2.flatten(0, 1)).view(-1, T, m, T) + self.b
+            parts.append(torch.einsum("ncmdts,ntms->ncmd", pairs, inputs).flatten(2).flatten(0, 1))
+        return torch.cat(parts)
+
+    def add_to(self, K: Tensor, rows: slice, cols: slice, fresh: bool) -> None:  # (n C, m C)
+        """Add the share of these points to K."""
+        _put(K, self.tile(rows, cols), fresh)
+
+    def blocks(self) -> Tensor:  # (N, C, C)
+        """Return the share of k(x_n, x'_n), point by point."""
+        a, b = self.A1.unsqueeze(2), self.A2.unsqueeze(1)  # (N, T, 1, ...), (N, 1, T, ...)
+        inputs = self.s * _inner_by_point(a, b) + self.b  # (N, T, T)
+        return torch.einsum("ncto,ndso,nts->ncd", self.G1, self.G2, inputs)
+
+
+@dataclass(frozen=True)
+class UnitTerm:
+    r"""Σ_i (A_1 diag(s_i) A_2ᵀ) ∘ (g_1i g_2iᵀ): a variance for each weight, one unit i after the other.
+
+    N² d_out (d_in + C²) multiplications where the contracted product takes N² C² d_in d_out.
+    """
+
+    A1: Tensor  # (N, d_in)
+    A2: Tensor  # (M, d_in)
+    s: Tensor  # (d_out, d_in)
+    G1: Tensor  # (N, C, d_out)
+    G2: Tensor  # (M, C, d_out)
+
+    def tile(self, rows: slice, cols: slice) -> Tensor:  # (n C, m C)
+        """Return the share of these points."""
+        A1, A2, G1, G2 = self.A1[rows], self.A2[cols], self.G1[rows], self.G2[cols]
+        weights = torch.einsum("ni,oi,mi->nmo", A1, self.s, A2)
+        rows_of_points = [(g * w.unsqueeze(1)) @ G2.mT for g, w in zip(G1, weights, strict=True)]  # n of (m, C, C)
+        return torch.stack(rows_of_points).transpose(1, 2).flatten(2).flatten(0, 1)
+
+    def add_to(self, K: Tensor, rows: slice, cols: slice, fresh: bool) -> None:  # (n C, m C)
+        """Add the share of these points to K."""
+        _put(K, self.tile(rows, cols), fresh)
+
+    def blocks(self) -> Tensor:  # (N, C, C)
+        """Return the share of k(x_n, x'_n), point by point."""
+        weights = (self.A1 * self.A2) @ self.s.mT  # (N, d_out)
+        return (self.G1 * weights.unsqueeze(1)) @ self.G2.mT
+
+
+_PAIR_ELEMENTS = 1 << 24  # numbers in a tile of pairs of positions
+
+
+def terms(F1: Features, F2: Features, S: Mapping[str, Covariance]) -> list[Term]:
+    """Split J_1 S₀ J_2ᵀ into terms; parameters without a covariance take no part."""
+    found: list[Term] = []
+    for block1, block2 in zip(F1.blocks, F2.blocks, strict=True):
+        found += _block_terms(block1, block2, S)
+    dense = [name for name in F1.columns if name in S]
+    if dense:
+        found.append(_dense_term(F1, F2, {name: S[name] for name in dense}))
+    return found
+
+
+def _dense_term(F1: Features, F2: Features, S: dict[str, Covariance]) -> Term:
+    everything = len(S) == len(F1.columns)
+    J1 = F1.J if everything else torch.cat([F1.J[..., F1.columns[name]] for name in S], dim=-1)
+    scales = [cov.s if isinstance(cov, Uniform) else None for cov in S.values()]
+    first = scales[0]
+    if first is not None and all(s is first or (s is not None and torch.equal(s, first)) for s in scales):
+        J2 = F2.J if everything else torch.cat([F2.J[..., F2.columns[name]] for name in S], dim=-1)
+        return DenseTerm(J1, J2, first)
+    J2 = torch.cat([cov.apply(F2.J[..., F2.columns[name]]) for name, cov in S.items()], dim=-1)
+    return DenseTerm(J1, J2, J2.new_ones(()))
+
+
+def _block_terms(block1: Block, block2: Block, S: Mapping[str, Covariance]) -> list[Term]:
+    weight, bias = S.get(block1.weight), S.get(block1.bias) if block1.bias is not None else None
+    o1, o2 = block1.outer, block2.outer
+    zero = o1.G.new_zeros(())
+    if isinstance(weight, Uniform) and (bias is None or isinstance(bias, Uniform)):
+        return [_factored(o1, o2, weight.s, zero if bias is None else bias.s)]
+    found: list[Term] = []
+    if isinstance(weight, Uniform):
+        found.append(_factored(o1, o2, weight.s, zero))
+    elif isinstance(weight, Separable):
+        left, right = weight.apply_left, weight.apply_right
+        on_G, on_A = (right, left) if o1.transposed else (left, right)
+        if o2.has_indices:
+            found.append(_contracted(o1, o2, weight))
+        else:
+            found.append(_factored(o1, replace(o2, G=on_G(o2.G), A=on_A(o2.A)), zero + 1, zero))
+    elif isinstance(weight, Elementwise):
+        if o1.positions > 1 or o1.shared or o1.has_indices:
+            found.append(_contracted(o1, o2, weight))
+        else:
+            s = weight.s.view(o1.d_in, -1).mT if o1.transposed else weight.s.view(-1, o1.d_in)
+            found.append(UnitTerm(o1.A[:, 0], o2.A[:, 0], s, o1.G[:, :, 0], o2.G[:, :, 0]))
+    if bias is not None:
+        n, m = o1.A.shape[0], o2.A.shape[0]
+        J1, J2 = (replace(o, A=None).dense().expand(size, -1, -1) for o, size in ((o1, n), (o2, m)))
+        found.append(DenseTerm(J1, bias.apply(J2), zero + 1))
+    return found
+
+
+def _contracted(o1: Outer, o2: Outer, weight: Covariance) -> Term:
+    return DenseTerm(o1.dense(), weight.apply(o2.dense()), o1.G.new_ones(()))
+
+
+def _factored(o1: Outer, o2: Outer, s: Tensor, b: Tensor) -> Term:
+    if o1.positions > 1:
+        return PositionsTerm(o1.A, o2.A, s, b, o1.G, o2.G)
+    if o1.shared:
+        return SharedTerm(o1.A[:, 0], o2.A[:, 0], s, b, o1.G[0, :, 0] @ o2.G[0, :, 0].mT)
+    return OuterTerm(o1.A[:, 0], o2.A[:, 0], s, b, o1.G[:, :, 0], o2.G[:, :, 0])
+
+
+def _inner(A1: Tensor, A2: Tensor) -> Tensor:  # (n, d_in), (m, d_in) -> (n, m)
+    """Return the inner products of all inputs; those of unit vectors are comparisons of indices."""
+    return A1 @ A2.mT if A1.is_floating_point() else A1[:, None] == A2
+
+
+def _inner_by_point(A1: Tensor, A2: Tensor) -> Tensor:  # (..., d_in), (..., d_in) -> (...)
+    return (A1 * A2).sum(-1) if A1.is_floating_point() else A1 == A2
+
+
+def _by_points(K: Tensor, A: Tensor) -> Tensor:  # (n C, m C), (n, m) -> (n, C, m, C)
+    return K.unflatten(0, (A.shape[0], -1)).unflatten(2, (A.shape[1], -1))
+
+
+def _put(K: Tensor, tile: Tensor, fresh: bool) -> None:
+    if fresh:
+        K.copy_(tile)
+    else:
+        K.add_(tile)
