@@ -1,5 +1,7 @@
 """The linear model's prior mean as a GPyTorch mean."""
 
+from collections.abc import Callable
+
 import gpytorch
 import torch
 from torch import Tensor, nn
@@ -47,7 +49,7 @@ class LinearizedMean(gpytorch.means.Mean):
             return self.lin.jvp(x, m0 - self.lin.theta)
         return self.lin.cache.get("mean", (x, m0), lambda: self.lin.jvp(x.detach(), m0 - self.lin.theta))
 
-    def _apply(self, fn, recurse: bool = True) -> nn.Module:  # noqa: ANN001
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         super()._apply(fn, recurse)
         self.lin = self.lin.converted(lambda module: module._apply(fn))
         return self

@@ -1,5 +1,6 @@
 """The tangent kernel as a GPyTorch kernel."""
 
+from collections.abc import Callable
 from typing import Any
 
 import gpytorch
@@ -39,7 +40,7 @@ class NTKKernel(gpytorch.kernels.Kernel):
         prior: Prior,
         input_shape: tuple[int, ...] | None = None,
         memory_budget: int = 4 << 30,
-        **kwargs: Any,  # noqa: ANN401
+        **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         if prior.layout != lin.layout:
@@ -103,7 +104,7 @@ class NTKKernel(gpytorch.kernels.Kernel):
         x1: Tensor,
         x2: Tensor,
         diag: bool = False,
-        **params: Any,  # noqa: ANN401
+        **params: Any,
     ) -> Tensor | LinearOperator:  # (..., N C, M C), or (..., N C) if diag
         """Return the kernel of rows, dense if it fits the memory budget, lazy otherwise."""
         if params.get("last_dim_is_batch", False):
@@ -147,12 +148,12 @@ class NTKKernel(gpytorch.kernels.Kernel):
         if torch.Size(value) != self.batch_shape:
             raise ValueError("batch_shape follows from the prior: give it precisions of shape (*batch, groups)")
 
-    def expand_batch(self, *sizes: Any) -> "NTKKernel":  # noqa: ANN401
+    def expand_batch(self, *sizes: Any) -> "NTKKernel":
         """Return the kernel with its prior expanded to a batch shape; the network is shared."""
         shape = torch.Size(sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes)
         return self if shape == self.batch_shape else self._with_prior(self.prior.expand_batch(shape))
 
-    def __getitem__(self, index: Any) -> "NTKKernel":  # noqa: ANN401
+    def __getitem__(self, index: Any) -> "NTKKernel":
         if not self.batch_shape:
             return self
         return self._with_prior(self.prior[index if isinstance(index, tuple) else (index,)])
@@ -161,7 +162,7 @@ class NTKKernel(gpytorch.kernels.Kernel):
         dims = None if self.active_dims is None else self.active_dims.clone()
         return NTKKernel(self.lin, prior, self.input_shape, self.memory_budget, active_dims=dims)
 
-    def _apply(self, fn, recurse: bool = True) -> nn.Module:  # noqa: ANN001
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         super()._apply(fn, recurse)
         self.lin = self.lin.converted(lambda module: module._apply(fn))
         return self

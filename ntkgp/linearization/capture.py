@@ -1,5 +1,6 @@
 """From one forward pass and C backward passes to the factored Jacobian."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -111,7 +112,7 @@ def _pull_back(net: Snapshot, trace: Trace, use: Use, factor: Factor, differenti
     return [(name, Dense(part.reshape(*J.shape[:2], -1))) for name, part in zip(target.parameters, pulled, strict=True)]
 
 
-def fallback_jacobian(f: Tensor, parameters: list[Tensor], seeds: Tensor, differentiable: bool = False) -> Tensor:
+def fallback_jacobian(f: Tensor, parameters: Sequence[Tensor], seeds: Tensor, differentiable: bool = False) -> Tensor:
     """Return the dense Jacobian of one example, (1, C, p), of output (1, outputs), by plain backward passes."""
     rows = []
     for seed in seeds:

@@ -40,6 +40,13 @@ class Outer:
         return self.G.shape[2]
 
     @property
+    def inputs(self) -> Tensor:  # (N, T, d_in), or (N, T) indices
+        """A of a weight."""
+        if self.A is None:
+            raise ValueError("a bias has no inputs")
+        return self.A
+
+    @property
     def has_indices(self) -> bool:
         """Whether the inputs are unit vectors, kept as indices."""
         return self.A is not None and not self.A.is_floating_point()

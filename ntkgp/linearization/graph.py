@@ -9,17 +9,19 @@ from parameters alone. An edge from a data node to a parameter or derived node i
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-__all__ = ["BatchAxis", "Target", "Trace", "Use", "batch_axes", "find_uses", "trace"]
+__all__ = ["UNKNOWN", "BatchAxis", "Edge", "Node", "Target", "Trace", "Use", "batch_axes", "find_uses", "trace"]
 
 _INPUT = "input"
 _LEAF = "torch::autograd::AccumulateGrad"
 _TRANSPOSES = ("TBackward0", "TransposeBackward0", "NumpyTBackward0")  # of matrices
+Node = Any  # an autograd node: what it saves depends on its operation
 Edge = tuple[int, int]  # (index of the node, which of its outputs)
 
 
@@ -78,6 +80,11 @@ class BatchAxis:
     after: int = 1
 
     @property
+    def known(self) -> bool:
+        """Whether the examples have been found at all."""
+        return self.dim >= 0
+
+    @property
     def positions(self) -> int:
         """T, the number of entries each example owns along the dimension."""
         return self.before * self.after
@@ -88,12 +95,15 @@ class BatchAxis:
         return t.transpose(0, 1).flatten(1, 2)
 
 
-def batch_axes(large: Trace, small: Trace, n_large: int, n_small: int) -> dict[Edge, BatchAxis | None]:
-    """Return for every data edge its batch axis, None where no single axis explains how the shape grows.
+UNKNOWN = BatchAxis(-1)
+
+
+def batch_axes(large: Trace, small: Trace, n_large: int, n_small: int) -> dict[Edge, BatchAxis]:
+    """Return for every data edge its batch axis, unknown where no single axis explains how the shape grows.
 
     Entries along the axis are taken as (N, T): whether that order is right only a probe can tell.
     """
-    axes: dict[Edge, BatchAxis | None] = {}
+    axes: dict[Edge, BatchAxis] = {}
     for node in range(len(large.nodes)):
         for output in range(len(large.nodes[node]._input_metadata)):
             a, b = large.shape((node, output)), small.shape((node, output))
@@ -104,7 +114,7 @@ def batch_axes(large: Trace, small: Trace, n_large: int, n_small: int) -> dict[E
             if single and a[changed[0]] % n_large == 0 and a[changed[0]] * n_small == b[changed[0]] * n_large:
                 axes[node, output] = BatchAxis(changed[0], after=a[changed[0]] // n_large)
             else:
-                axes[node, output] = None
+                axes[node, output] = UNKNOWN
     return axes
 
 
@@ -126,10 +136,10 @@ class Use:
     node: int
     slot: int
     target: Target
-    axis: BatchAxis | None = field(compare=False)
+    axis: BatchAxis
 
 
-def find_uses(t: Trace, axes: dict[Edge, BatchAxis | None], names: dict[int, str]) -> list[Use]:
+def find_uses(t: Trace, axes: dict[Edge, BatchAxis], names: dict[int, str]) -> list[Use]:
     """List every use; ``names`` maps the id of a parameter to its name."""
     uses = []
     for node, children in enumerate(t.edges):
@@ -140,14 +150,15 @@ def find_uses(t: Trace, axes: dict[Edge, BatchAxis | None], names: dict[int, str
             if child is not None and child not in axes:
                 target = _target(t, child, names)
                 if target is not None:
-                    uses.append(Use(t.names[node], node, slot, target, axes.get((node, 0))))
+                    uses.append(Use(t.names[node], node, slot, target, axes.get((node, 0), UNKNOWN)))
     return uses
 
 
 def _target(t: Trace, edge: Edge, names: dict[int, str]) -> Target | None:
     node, transposed = edge[0], False
     while t.names[node] in _TRANSPOSES and len(t.shape((node, 0))) == 2:
-        node, transposed = t.edges[node][0][0], not transposed
+        (below, _), *_ = (edge for edge in t.edges[node] if edge is not None)
+        node, transposed = below, not transposed
     parameters = _leaves_below(t, node, names)
     if not parameters:
         return None

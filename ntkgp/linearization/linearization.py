@@ -203,7 +203,7 @@ class Linearization:
         selected.cache = InputCache()
         return selected
 
-    def to(self, *args: Any, **kwargs: Any) -> "Linearization":  # noqa: ANN401
+    def to(self, *args: Any, **kwargs: Any) -> "Linearization":
         """Return the linearisation on another device or in another dtype (itself if nothing changes)."""
         return self.converted(lambda module: module.to(*args, **kwargs))
 
@@ -223,7 +223,6 @@ class Linearization:
         new = copy(self)
         new._net = Snapshot(convert(deepcopy(self._net.module)), self.layout.names)
         new._seeds = None if self._seeds is None else self._seeds.to(pilot)
-        new._analyses = {}
         new.cache = InputCache()
         return new
 
@@ -283,28 +282,29 @@ class Linearization:
 
     def _forward_product(self, x: Input, analysis: Analysis) -> JVP:
         """Choose once how to compute J v: the first way that runs and satisfies ⟨u, J v⟩ = ⟨Jᵀu, v⟩."""
-        if self._jvp is None:
-            x = take(map_leaves(Tensor.detach, x), slice(2))
-            generator = torch.Generator().manual_seed(0)
-            v = torch.randn(2, self.num_params, generator=generator, dtype=self.dtype).to(self.device)
-            with torch.no_grad():
-                f = self._net(x)
-            u = torch.randn(f.shape, generator=generator, dtype=self.dtype).to(self.device)
-            pulled = vjp(self._net, x, u.unsqueeze(0))[0]
-            truth, bound = v @ pulled, tolerance(self.dtype) * v.norm(dim=1) * pulled.norm()
-            for product in JVPS if analysis.forward_mode else JVPS_IN_REVERSE:
-                try:
-                    found = (product(self._net, x, v) * u).sum((1, 2))
-                except (RuntimeError, NotImplementedError):  # no forward mode or no batching rule for an operation
-                    continue
-                if ((found - truth).abs() <= bound).all():
-                    self._jvp = product
-                    break
-        return self._jvp
+        if self._jvp is not None:
+            return self._jvp
+        x = take(map_leaves(Tensor.detach, x), slice(2))
+        generator = torch.Generator().manual_seed(0)
+        v = torch.randn(2, self.num_params, generator=generator, dtype=self.dtype).to(self.device)
+        with torch.no_grad():
+            f = self._net(x)
+        u = torch.randn(f.shape, generator=generator, dtype=self.dtype).to(self.device)
+        pulled = vjp(self._net, x, u.unsqueeze(0))[0]
+        truth, bound = v @ pulled, tolerance(self.dtype) * v.norm(dim=1) * pulled.norm()
+        for product in JVPS if analysis.forward_mode else JVPS_IN_REVERSE:
+            try:
+                found = (product(self._net, x, v) * u).sum((1, 2))
+            except (RuntimeError, NotImplementedError):  # no forward mode or no batching rule for an operation
+                continue
+            if ((found - truth).abs() <= bound).all():
+                self._jvp = product
+                return product
+        raise ValueError("no way to compute J v agrees with Jᵀu: the network's derivatives are inconsistent")
 
 
 def _shapes(x: Input) -> tuple:
-    return tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves(x))
+    return tuple(leaf.shape[1:] for leaf in leaves(x))
 
 
 def _parts(x: Input, batch: int) -> Iterator[Input]:

@@ -36,7 +36,8 @@ def normalized_by(t: Trace, uses: list[Use], data: set[Edge]) -> dict[str, int]:
         norm = None if use.operation in _NORMS else _norm_above(t, users, use.node, data)
         for name in use.target.parameters:
             found.setdefault(name, set()).add(norm)
-    return {name: next(iter(norms)) for name, norms in found.items() if len(norms) == 1 and None not in norms}
+    single = {name: next(iter(norms)) for name, norms in found.items() if len(norms) == 1}
+    return {name: norm for name, norm in single.items() if norm is not None}
 
 
 def _norm_above(t: Trace, users: dict[int, list[tuple[int, int]]], node: int, data: set[Edge]) -> int | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import grad
 
 from ntkgp.linearization.capture import Analysis, capture, fallback_jacobian
-from ntkgp.linearization.graph import BatchAxis, Trace, Use, batch_axes, find_uses, trace
+from ntkgp.linearization.graph import UNKNOWN, BatchAxis, Trace, Use, batch_axes, find_uses, trace
 from ntkgp.linearization.inputs import Input, batch_size, leaves, map_leaves, take
 from ntkgp.linearization.normalized import normalized_by
 from ntkgp.linearization.rules import RULES, RuleFailed
@@ -58,7 +58,7 @@ def probe(net: Snapshot, x: Input, large: int = _LARGE, small: int = _SMALL) -> 
             fallback = {
                 name
                 for use in uses
-                if use.axis is None or t.names[use.node] not in RULES
+                if not use.axis.known or t.names[use.node] not in RULES
                 for name in use.target.parameters
             }
         sizes = {node: t.shape((node, 0)).numel() // large for node in range(len(t.nodes))}
@@ -97,12 +97,12 @@ def _check_examples(net: Snapshot, x: Input, f: Tensor, f_small: Tensor, large: 
 def _ordered(
     uses: list[Use], large: tuple[Trace, Tensor, int], small: tuple[Trace, Tensor, int], generator: torch.Generator
 ) -> list[Use]:
-    """Find the order of examples and positions where they share a dimension; None where it stays unknown."""
-    open_nodes = sorted({use.node for use in uses if use.axis is not None and use.axis.positions > 1})
+    """Find the order of examples and positions where they share a dimension, if it can be found."""
+    open_nodes = sorted({use.node for use in uses if use.axis.positions > 1})
     if not open_nodes:
         return uses
     owners = [_owners(*side, open_nodes, uses, generator) for side in (large, small)]
-    axis_of: dict[int, BatchAxis | None] = {}
+    axis_of: dict[int, BatchAxis] = {}
     for node in open_nodes:
         axis = next(use.axis for use in uses if use.node == node)
         T = axis.positions
@@ -115,7 +115,7 @@ def _ordered(
                 for owner, n in zip(owners, (large[2], small[2]), strict=True)
             )
         ]
-        axis_of[node] = fits[0] if len(fits) == 1 else None
+        axis_of[node] = fits[0] if len(fits) == 1 else UNKNOWN
     return [replace(use, axis=axis_of.get(use.node, use.axis)) for use in uses]
 
 

@@ -1,11 +1,12 @@
 """J v and Jᵀ u without J: forward and reverse mode through the whole network."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import grad
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 from torch.func import vmap
 
 from ntkgp.linearization.capture import fallback_jacobian
@@ -45,7 +46,7 @@ def jvp_by_double_backward(net: Snapshot, x: Input, v: Tensor) -> Tensor:  # (S,
         u = torch.zeros_like(f, requires_grad=True)
         pulled = grad(f, parameters, u, create_graph=True, materialize_grads=True)
         alive = [i for i, part in enumerate(pulled) if part.requires_grad]  # parameters the network does not use: zero
-        rows = []
+        rows: list[Tensor] = []
         for tangent in v:
             tangents = list(net.layout.split(tangent).values())
             rows += grad([pulled[i] for i in alive], u, [tangents[i] for i in alive], retain_graph=True)
@@ -83,7 +84,7 @@ class DifferentiableJVP(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, net: Snapshot, product: JVP, rebuild: Callable[..., Input], v: Tensor, *parts: Tensor
+        ctx: Any, net: Snapshot, product: JVP, rebuild: Callable[..., Input], v: Tensor, *parts: Tensor
     ) -> Tensor:  # (S, P) -> (S, N, outputs)
         """Compute the product by ``product`` at the input that ``rebuild`` makes of its tensors."""
         ctx.net, ctx.rebuild = net, rebuild
@@ -92,7 +93,7 @@ class DifferentiableJVP(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, u: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, u: Tensor) -> tuple[Tensor | None, ...]:
         """Pull u back to v and to the input."""
         v, *parts = ctx.saved_tensors
         wanted = [

@@ -9,11 +9,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 from torch.nn.functional import pad
 
 from ntkgp.linearization.factors import Dense, Factor, Outer
-from ntkgp.linearization.graph import Use
+from ntkgp.linearization.graph import Node, Use
 
 __all__ = ["CONVOLUTION", "RULES", "NoRule", "Rule", "RuleFailed", "apply_rule"]
 
@@ -137,7 +136,7 @@ def _by_group(equation: str, A: Tensor, G: Tensor, groups: int) -> Tensor:  # ->
 
 
 def _elementwise(derivative: Callable[[Node, int], Tensor | float], channelwise: bool = False) -> Rule:
-    """Make the rule of an operation with an elementwise derivative in its argument; ``channelwise`` ones lie at dim 1."""
+    """Make the rule of an operation with an elementwise derivative; ``channelwise`` parameters lie along dim 1."""
 
     def rule(node: Node, use: Use, G: Tensor) -> Factor:
         shape, axis = node._input_metadata[0].shape, use.axis

@@ -45,12 +45,10 @@ class Snapshot:
             parameter.requires_grad_(name in chosen)
             parameter.grad = None
         self.parameters = {name: named[name] for name in named if name in chosen}
-        for kind, values in {
-            "dtypes": {p.dtype for p in self.parameters.values()},
-            "devices": {p.device for p in self.parameters.values()},
-        }.items():
+        for kind in ("dtype", "device"):
+            values = {str(getattr(p, kind)) for p in self.parameters.values()}
             if len(values) > 1:
-                raise ValueError(f"the Bayesian parameters have several {kind}: {sorted(map(str, values))}")
+                raise ValueError(f"the Bayesian parameters have several {kind}s: {sorted(values)}")
         self.layout = ParameterLayout(
             tuple(self.parameters), tuple(parameter.shape for parameter in self.parameters.values())
         )
@@ -113,7 +111,7 @@ class Snapshot:
 @contextmanager
 def _without_mkldnn() -> Iterator[None]:
     # torch.backends.mkldnn.flags also sets a TF32 switch and warns about it on machines without Intel GPUs.
-    enabled = torch.backends.mkldnn.enabled
+    enabled = bool(torch.backends.mkldnn.enabled)
     torch._C._set_mkldnn_enabled(False)
     try:
         yield

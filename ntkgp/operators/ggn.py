@@ -5,13 +5,14 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from ntkgp.linearization import Linearization
-from ntkgp.operators.jacobian import batched_jvp, batched_vjp
+from ntkgp.operators.jacobian import batched_jvp, batched_vjp, in_dtype_of
 from ntkgp.operators.rows import RowForm
+from ntkgp.operators.sliced import LazySlices
 
 __all__ = ["GGNLinearOperator"]
 
 
-class GGNLinearOperator(LinearOperator):
+class GGNLinearOperator(LazySlices):
     r"""J(x)ᵀ Λ J(x), (*batch, P, P), with Λ one symmetric block for each point.
 
     Args:
@@ -21,6 +22,7 @@ class GGNLinearOperator(LinearOperator):
     """
 
     def __init__(self, *args: Tensor, lin: Linearization, form: RowForm) -> None:
+        lin = in_dtype_of(lin, args)
         super().__init__(*args, lin=lin, form=form)
         *rows, self.curvature = args
         self.rows, self.lin, self.form = tuple(rows), lin, form
@@ -35,7 +37,7 @@ class GGNLinearOperator(LinearOperator):
         return torch.Size([*self.rows[0].shape[:-2], self.lin.num_params, self.lin.num_params])
 
     def _transpose_nonbatch(self) -> LinearOperator:
-        return self
+        return GGNLinearOperator(*self.rows, self.curvature.mT, lin=self.lin, form=self.form)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -12,7 +12,7 @@ from ntkgp.priors import Covariance
 __all__ = ["gram", "point_blocks"]
 
 _PANEL_ROWS = 400  # rows a panel has: 320 to 512 are within a few per cent of each other
-_MIRROR = 128  # side of the squares in which a triangle is copied to the other
+_MIRROR = 256  # side of the squares in which a triangle is copied to the other
 
 
 def gram(F1: Features, F2: Features | None, S: Mapping[str, Covariance]) -> Tensor:  # (N C, M C)
@@ -34,13 +34,14 @@ def gram(F1: Features, F2: Features | None, S: Mapping[str, Covariance]) -> Tens
             K = K + term.tile(*everything)
         return K
     K = F1.J.new_empty(N * C, M * C)
-    step = max(1, _PANEL_ROWS // C)
+    step = min(N, max(1, _PANEL_ROWS // C))
+    work = K.new_empty(step * C * M * C)
     for start in range(0, N, step):
         rows = slice(start, min(start + step, N))
         cols = slice(0, rows.stop if symmetric else M)
         panel = K[rows.start * C : rows.stop * C, : cols.stop * C]
         for i, term in enumerate(parts):
-            term.add_to(panel, rows, cols, fresh=i == 0)
+            term.add_to(panel, rows, cols, i == 0, work)
     if symmetric:
         _mirror(K)
     return K

@@ -1,5 +1,6 @@
 """J as a lazy matrix."""
 
+from collections.abc import Iterable
 from itertools import product
 
 import torch
@@ -8,11 +9,12 @@ from torch import Tensor
 
 from ntkgp.linearization import Linearization
 from ntkgp.operators.rows import RowForm
+from ntkgp.operators.sliced import LazySlices
 
-__all__ = ["JacobianLinearOperator", "batched_jvp", "batched_vjp"]
+__all__ = ["JacobianLinearOperator", "batched_jvp", "batched_vjp", "in_dtype_of"]
 
 
-class JacobianLinearOperator(LinearOperator):
+class JacobianLinearOperator(LazySlices):
     """J(x), (*batch, N C, P): products are one forward-mode pass, those with Jᵀ one backward pass.
 
     Args:
@@ -22,6 +24,7 @@ class JacobianLinearOperator(LinearOperator):
     """
 
     def __init__(self, *rows: Tensor, lin: Linearization, form: RowForm) -> None:
+        lin = in_dtype_of(lin, rows)
         super().__init__(*rows, lin=lin, form=form)
         self.rows, self.lin, self.form = rows, lin, form
 
@@ -63,6 +66,12 @@ class _Transposed(JacobianLinearOperator):
 
     def _transpose_nonbatch(self) -> LinearOperator:
         return JacobianLinearOperator(*self.rows, lin=self.lin, form=self.form)
+
+
+def in_dtype_of(lin: Linearization, tensors: Iterable[Tensor]) -> Linearization:
+    """Return ``lin`` in the dtype of the first floating tensor: a converted operator converts its network too."""
+    dtype = next((t.dtype for t in tensors if t.dtype.is_floating_point), lin.dtype)
+    return lin.to(dtype)
 
 
 def batched_jvp(lin: Linearization, rows: tuple[Tensor, ...], form: RowForm, V: Tensor) -> Tensor:

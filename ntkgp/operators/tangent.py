@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ntkgp.linearization import Features, Linearization
 from ntkgp.operators.gram import gram, point_blocks
-from ntkgp.operators.jacobian import batched_jvp, batched_vjp
+from ntkgp.operators.jacobian import batched_jvp, batched_vjp, in_dtype_of
 from ntkgp.operators.rows import RowForm
+from ntkgp.operators.sliced import SlicedLinearOperator
 from ntkgp.priors import PriorCovariance
 
 __all__ = ["TangentKernelLinearOperator"]
@@ -32,10 +33,13 @@ class TangentKernelLinearOperator(LinearOperator):
     """
 
     def __init__(self, *args: Tensor | PriorCovariance, lin: Linearization, form: RowForm) -> None:
-        *rows, S0 = args
+        S0, rows = args[-1], [row for row in args[:-1] if isinstance(row, Tensor)]
+        if not isinstance(S0, PriorCovariance):
+            raise TypeError(f"the last argument must be a PriorCovariance, but is a {type(S0).__name__}")
         batch = torch.broadcast_shapes(*(row.shape[:-2] for row in rows), S0.batch_shape)
         rows = [row if row.shape[:-2] == batch else row.expand(*batch, *row.shape[-2:]) for row in rows]
         S0 = S0 if S0.batch_shape == batch else S0._expand_batch(batch)
+        lin = in_dtype_of(lin, [S0])
         super().__init__(*rows, S0, lin=lin, form=form)
         k = len(form.shapes)
         self.rows1, self.rows2, self.S0 = tuple(rows[:k]), tuple(rows[k:]), S0
@@ -113,19 +117,25 @@ class TangentKernelLinearOperator(LinearOperator):
         return pairs[torch.arange(len(row), device=row.device), row % C, col % C].view(shape)
 
     def _getitem(self, row_index: Index, col_index: Index, *batch_indices: Index) -> LinearOperator:
-        if not all(_is_noop_index(index) for index in batch_indices):
-            if _is_noop_index(row_index) and _is_noop_index(col_index):
-                return super()._getitem(row_index, col_index, *batch_indices)
-            if any(isinstance(index, Tensor) for index in (row_index, col_index, *batch_indices)):
-                return super()._getitem(row_index, col_index, *batch_indices)
-            return super()._getitem(_noop_index, _noop_index, *batch_indices)._getitem(row_index, col_index)
+        batched = not all(_is_noop_index(index) for index in batch_indices)
+        if batched and any(isinstance(index, Tensor) for index in (row_index, col_index)):
+            return super()._getitem(row_index, col_index, *batch_indices)  # indices that vary together
+        if batched:
+            everything = super()._getitem(_noop_index, _noop_index, *batch_indices)
+            return everything._getitem(row_index, col_index, *[_noop_index] * len(everything.batch_shape))
         C = self.lin.num_outputs
         points1, rest1 = _points(row_index, self.shape[-2], C)
         points2, rest2 = _points(col_index, self.shape[-1], C)
         smaller = self._with(
             tuple(row[..., points1, :] for row in self.rows1), tuple(row[..., points2, :] for row in self.rows2)
         )
-        return LinearOperator._getitem(smaller, rest1, rest2)
+        if rest1 is None and rest2 is None:
+            return smaller
+        rest1, rest2 = (
+            torch.arange(size, device=self.device) if rest is None else rest.to(self.device)
+            for rest, size in zip((rest1, rest2), smaller.shape[-2:], strict=True)
+        )
+        return SlicedLinearOperator(smaller, row_index=rest1, col_index=rest2)
 
     def _with(self, rows1: tuple[Tensor, ...], rows2: tuple[Tensor, ...]) -> "TangentKernelLinearOperator":
         return self.__class__(*rows1, *rows2, self.S0, lin=self.lin, form=self.form)
@@ -154,17 +164,14 @@ class TangentKernelLinearOperator(LinearOperator):
         return torch.stack(parts).unflatten(0, batch)
 
 
-def _points(index: Index, size: int, C: int) -> tuple[Index, Index]:
-    """Return the points that ``index`` touches, and what it selects of their rows."""
+def _points(index: Index, size: int, C: int) -> tuple[Index, Tensor | None]:
+    """Return the points that ``index`` touches, and what it selects of their rows, None for all."""
     if isinstance(index, slice):
         start, stop, step = index.indices(size)
         if step == 1:
             first, last = start // C, -(-stop // C)
-            rest = slice(start - first * C, stop - first * C)
-            whole = rest.start == 0 and rest.stop == (last - first) * C
-            return slice(first, last), _noop_index if whole else rest
+            whole = start == first * C and stop == last * C
+            return slice(first, last), None if whole else torch.arange(start, stop) - first * C
         index = torch.arange(start, stop, step)
-    if index.ndim != 1:
-        return _noop_index, index
     points, inverse = torch.unique(index // C, return_inverse=True)
     return points, inverse * C + index % C

@@ -1,7 +1,7 @@
 """What one part of the features adds to a Gram matrix: K = Σ J_1 S₀ J_2ᵀ over terms.
 
 Each term knows its own structure. ``tile`` returns rows x columns of its share as a new, differentiable tensor;
-``add_to`` writes or adds the same into a matrix that exists, without intermediate copies where it can.
+``add_to`` writes or adds the same into a matrix that exists, with ``work`` for what has to be computed beside it.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ class Term(Protocol):
     def tile(self, rows: slice, cols: slice) -> Tensor:  # (n C, m C)
         """Return the share of these points."""
 
-    def add_to(self, K: Tensor, rows: slice, cols: slice, fresh: bool) -> None:  # K: (n C, m C)
+    def add_to(self, K: Tensor, rows: slice, cols: slice, fresh: bool, work: Tensor) -> None:  # K: (n C, m C)
         """Add the share of these points to K; K is overwritten if ``fresh``. Not differentiable."""
 
     def blocks(self) -> Tensor:  # (N, C, C)
@@ -44,7 +44,7 @@ class DenseTerm:
         """Return the share of these points."""
         return self.s * (self.J1[rows].flatten(0, 1) @ self.J2[cols].flatten(0, 1).mT)
 
-    def add_to(self, K: Tensor, rows: slice, cols: slice, fresh: bool) -> None:  # (n C, m C)
+    def add_to(self, K: Tensor, rows: slice, cols: slice, fresh: bool, work: Tensor) -> None:  # (n C, m C)
         """Add the share of these points to K."""
         J1, J2 = self.J1[rows].flatten(0, 1), self.J2[cols].flatten(0, 1)
         torch.addmm(K, J1, J2.mT, beta=0 if fresh else 1, alpha=self.s.item(), out=K)
@@ -73,17 +73,25 @@ class OuterTerm:
         """The Hadamard factor, one number for a pair of points."""
         return self.s * _inner(self.A1, self.A2) + self.b
 
+    @cached_property
+    def repeated_inputs(self) -> Tensor:  # (N, M C)
+        """The Hadamard factor for every output of the second point."""
+        return self.inputs.repeat_interleave(self.G2.shape[1], dim=1)
+
     def tile(self, rows: slice, cols: slice) -> Tensor:  # (n C, m C)
         """Return the share of these points."""
         A = self.inputs[rows, cols]
         product = self.G1[rows].flatten(0, 1) @ self.G2[cols].flatten(0, 1).mT
         return (_by_points(product, A) * A[:, None, :, None]).view_as(product)
 
-    def add_to(self, K: Tensor, rows: slice, cols: slice, fresh: bool) -> None:  # (n C, m C)
+    def add_to(self, K: Tensor, rows: slice, cols: slice, fresh: bool, work: Tensor) -> None:  # (n C, m C)
         """Add the share of these points to K."""
-        A = self.inputs[rows, cols]
-        product = _by_points(self.G1[rows].flatten(0, 1) @ self.G2[cols].flatten(0, 1).mT, A)
-        A, K = A[:, None, :, None], _by_points(K, A)
+        n, m, C = rows.stop - rows.start, cols.stop - cols.start, self.G1.shape[1]
+        product = work[: n * C * m * C].view(n * C, m * C)
+        torch.mm(self.G1[rows].flatten(0, 1), self.G2[cols].flatten(0, 1).mT, out=product)
+        # Repeated along the columns beforehand, the factor is read in order: a fourth of the time of broadcasting.
+        A = self.repeated_inputs[rows, None, cols.start * C : cols.stop * C]
+        product, K = product.view(n, C, m * C), K.unflatten(0, (n, C))
         if fresh:
             torch.mul(product, A, out=K)
         else:
@@ -114,7 +122,7 @@ class SharedTerm:
         """Return the share of these points."""
         return torch.kron(self.inputs[rows, cols].contiguous(), self.G)
 
-    def add_to(self, K: Tensor, rows: slice, cols: slice, fresh: bool) -> None:  # (n C, m C)
+    def add_to(self, K: Tensor, rows: slice, cols: slice, fresh: bool, work: Tensor) -> None:  # (n C, m C)
         """Add the share of these points to K; outputs that do not interact take C, not C², numbers for a pair."""
         A = self.inputs[rows, cols]
         K, diagonal = _by_points(K, A), self.G.diagonal()
@@ -153,7 +161,7 @@ class PositionsTerm:
             parts.append(torch.einsum("ncmdts,ntms->ncmd", pairs, inputs).flatten(2).flatten(0, 1))
         return torch.cat(parts)
 
-    def add_to(self, K: Tensor, rows: slice, cols: slice, fresh: bool) -> None:  # (n C, m C)
+    def add_to(self, K: Tensor, rows: slice, cols: slice, fresh: bool, work: Tensor) -> None:  # (n C, m C)
         """Add the share of these points to K."""
         _put(K, self.tile(rows, cols), fresh)
 
@@ -184,7 +192,7 @@ class UnitTerm:
         rows_of_points = [(g * w.unsqueeze(1)) @ G2.mT for g, w in zip(G1, weights, strict=True)]  # n of (m, C, C)
         return torch.stack(rows_of_points).transpose(1, 2).flatten(2).flatten(0, 1)
 
-    def add_to(self, K: Tensor, rows: slice, cols: slice, fresh: bool) -> None:  # (n C, m C)
+    def add_to(self, K: Tensor, rows: slice, cols: slice, fresh: bool, work: Tensor) -> None:  # (n C, m C)
         """Add the share of these points to K."""
         _put(K, self.tile(rows, cols), fresh)
 
@@ -235,15 +243,15 @@ def _block_terms(block1: Block, block2: Block, S: Mapping[str, Covariance]) -> l
         if o2.has_indices:
             found.append(_contracted(o1, o2, weight))
         else:
-            found.append(_factored(o1, replace(o2, G=on_G(o2.G), A=on_A(o2.A)), zero + 1, zero))
+            found.append(_factored(o1, replace(o2, G=on_G(o2.G), A=on_A(o2.inputs)), zero + 1, zero))
     elif isinstance(weight, Elementwise):
         if o1.positions > 1 or o1.shared or o1.has_indices:
             found.append(_contracted(o1, o2, weight))
         else:
             s = weight.s.view(o1.d_in, -1).mT if o1.transposed else weight.s.view(-1, o1.d_in)
-            found.append(UnitTerm(o1.A[:, 0], o2.A[:, 0], s, o1.G[:, :, 0], o2.G[:, :, 0]))
+            found.append(UnitTerm(o1.inputs[:, 0], o2.inputs[:, 0], s, o1.G[:, :, 0], o2.G[:, :, 0]))
     if bias is not None:
-        n, m = o1.A.shape[0], o2.A.shape[0]
+        n, m = o1.inputs.shape[0], o2.inputs.shape[0]
         J1, J2 = (replace(o, A=None).dense().expand(size, -1, -1) for o, size in ((o1, n), (o2, m)))
         found.append(DenseTerm(J1, bias.apply(J2), zero + 1))
     return found
@@ -255,10 +263,10 @@ def _contracted(o1: Outer, o2: Outer, weight: Covariance) -> Term:
 
 def _factored(o1: Outer, o2: Outer, s: Tensor, b: Tensor) -> Term:
     if o1.positions > 1:
-        return PositionsTerm(o1.A, o2.A, s, b, o1.G, o2.G)
+        return PositionsTerm(o1.inputs, o2.inputs, s, b, o1.G, o2.G)
     if o1.shared:
-        return SharedTerm(o1.A[:, 0], o2.A[:, 0], s, b, o1.G[0, :, 0] @ o2.G[0, :, 0].mT)
-    return OuterTerm(o1.A[:, 0], o2.A[:, 0], s, b, o1.G[:, :, 0], o2.G[:, :, 0])
+        return SharedTerm(o1.inputs[:, 0], o2.inputs[:, 0], s, b, o1.G[0, :, 0] @ o2.G[0, :, 0].mT)
+    return OuterTerm(o1.inputs[:, 0], o2.inputs[:, 0], s, b, o1.G[:, :, 0], o2.G[:, :, 0])
 
 
 def _inner(A1: Tensor, A2: Tensor) -> Tensor:  # (n, d_in), (m, d_in) -> (n, m)

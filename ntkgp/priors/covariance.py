@@ -1,7 +1,8 @@
 """S₀, parameter by parameter and as one lazy matrix."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from linear_operator import LinearOperator
@@ -73,11 +74,16 @@ class Separable:
 
     def diagonal(self, size: int) -> Tensor:  # (*batch, p)
         """Return the variances."""
-        like = self.V if self.U is None else self.U
-        u = like.new_ones(self.d_0) if self.U is None else self.U.diagonal(dim1=-2, dim2=-1)
-        v = like.new_ones(1) if self.V is None else self.V.diagonal(dim1=-2, dim2=-1)
+        u = self._ones(self.d_0) if self.U is None else self.U.diagonal(dim1=-2, dim2=-1)
+        v = self._ones(1) if self.V is None else self.V.diagonal(dim1=-2, dim2=-1)
         repeats = size // (self.d_0 * v.shape[-1])
         return (u[..., :, None, None] * v[..., None, None, :].expand(*v.shape[:-1], 1, repeats, -1)).flatten(-3)
+
+    def _ones(self, n: int) -> Tensor:  # (n,)
+        for factor in (self.U, self.V):
+            if factor is not None:
+                return factor.new_ones(n)
+        return torch.ones(n)
 
 
 Covariance = Uniform | Elementwise | Separable
@@ -97,9 +103,7 @@ class PriorCovariance(LinearOperator):
         super().__init__(*tensors, layout=layout, templates=templates)
         self.layout = layout
         remaining = iter(tensors)
-        self._covariances = tuple(
-            replace(template, **{field: next(remaining) for field in _fields(template)}) for template in templates
-        )
+        self._covariances = tuple(_filled(template, remaining) for template in templates)
 
     @classmethod
     def of(cls, covariances: Mapping[str, Covariance], layout: ParameterLayout) -> "PriorCovariance":
@@ -134,6 +138,10 @@ class PriorCovariance(LinearOperator):
         old = len(self.batch_shape)
         tensors = [t.expand(*batch_shape, *t.shape[old:]) for t in self._args]
         return self.__class__(*tensors, **self._kwargs)
+
+
+def _filled(template: Any, tensors: Iterator[Tensor]) -> Covariance:
+    return replace(template, **{field: next(tensors) for field in _fields(template)})
 
 
 def _fields(covariance: Covariance) -> list[str]:

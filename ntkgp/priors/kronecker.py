@@ -11,7 +11,7 @@ __all__ = ["Kronecker"]
 
 
 class Kronecker(Prior):
-    r"""S₀ = :math:`\alpha_g^{-1}\, U_g \otimes V_g` for every weight, a (d_0, rest) matrix; :math:`\alpha_g^{-1} I` for vectors.
+    r"""S₀ = :math:`\alpha^{-1}\, U \otimes V` for every (d_0, rest) weight, and :math:`\alpha^{-1} I` for vectors.
 
     U and V are kept as lower triangular roots, U = L_U L_Uᵀ, and learnt through them; both start at the identity.
 
