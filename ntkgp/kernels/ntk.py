@@ -9,8 +9,8 @@ from linear_operator import LinearOperator
 from torch import Tensor, nn
 
 from ntkgp.linearization import Linearization
-from ntkgp.linearization.inputs import Input, leaves, same_input
-from ntkgp.operators import RowForm, TangentKernelLinearOperator, gram, point_blocks
+from ntkgp.linearization.inputs import Input, batch_size, leaves, same_input
+from ntkgp.operators import ENGINES, Plan, RowForm, TangentKernelLinearOperator, gram, make_plan, point_blocks
 from ntkgp.priors import LinearPrior, Prior
 
 __all__ = ["NTKKernel"]
@@ -27,7 +27,9 @@ class NTKKernel(gpytorch.kernels.Kernel):
         lin: the linearised network.
         prior: S₀; its hyperparameters are the kernel's.
         input_shape: how a row of D numbers becomes the network's input; None if rows are what it takes.
-        memory_budget: bytes a dense matrix may take in ``forward``; larger ones stay lazy.
+        engine: how dense matrices are computed: "layerwise", "jacobian", "products", or "auto" for the one with the
+            fewest operations.
+        memory_budget: bytes that features, and a dense matrix in ``forward``, may take; larger matrices stay lazy.
         kwargs: ``active_dims`` and what else GPyTorch's kernels take.
 
     Raises:
@@ -39,6 +41,7 @@ class NTKKernel(gpytorch.kernels.Kernel):
         lin: Linearization,
         prior: Prior,
         input_shape: tuple[int, ...] | None = None,
+        engine: str = "auto",
         memory_budget: int = 4 << 30,
         **kwargs: Any,
     ) -> None:
@@ -48,6 +51,10 @@ class NTKKernel(gpytorch.kernels.Kernel):
         self.lin = lin
         self.prior = prior
         self.input_shape = None if input_shape is None else torch.Size(input_shape)
+        if engine not in ("auto", *ENGINES):
+            raise ValueError(f"engine must be auto, {' or '.join(ENGINES)}, but is {engine!r}")
+        self.engine = engine
+        self._choices: dict[tuple, str] = {}
         self.memory_budget = memory_budget
 
     # In the network's own shapes
@@ -56,14 +63,36 @@ class NTKKernel(gpytorch.kernels.Kernel):
         """Return K(x1, x2), K(x1, x1) by default, as a dense matrix."""
         if x2 is not None and same_input(x1, x2) and not _any_requires_grad(x1, x2):
             x2 = None
-        if not isinstance(self.prior, LinearPrior) or _any_requires_grad(x1, x1 if x2 is None else x2):
+        if _any_requires_grad(x1, x1 if x2 is None else x2):
             return self.operator(x1, x2).to_dense()
+        if not isinstance(self.prior, LinearPrior):
+            return self._compute(x1, x2)
         key = ("gram", self.prior.atoms_key)
         learning = torch.is_grad_enabled() and any(p.requires_grad for p in self.prior.parameters())
         if not learning and not self.lin.cache.has(key, (x1, x2)):
-            return self.operator(x1, x2).to_dense()
+            return self._compute(x1, x2)
         K = self.lin.cache.get(key, (x1, x2), lambda: self._atom_grams(x1, x2))  # (atoms, N1 C, N2 C)
         return torch.tensordot(self.prior.coefficients(), K, 1)
+
+    def plan(self, n1: int, n2: int | None = None) -> Plan:
+        """Return what K of n1 x n2 points (n1 x n1 by default) takes, layer by layer: ``print`` it."""
+        return make_plan(self.lin, n1, n2, self.engine, self.memory_budget)
+
+    def _compute(self, x1: Input, x2: Input | None) -> Tensor:
+        if self.batch_shape:
+            return self.operator(x1, x2).to_dense()
+        self.lin.learn(x1)
+        engine = self.engine
+        if engine == "auto":
+            engine = self._choice(batch_size(x1), None if x2 is None else batch_size(x2))
+        return ENGINES[engine](self.lin, x1, x2, self.prior.covariance(), self.memory_budget)
+
+    def _choice(self, n1: int, n2: int | None) -> str:
+        """Remember the plan's choice: counting takes a capture of its own."""
+        key = self.lin, n1, n2
+        if key not in self._choices:
+            self._choices[key] = self.plan(n1, n2).engine
+        return self._choices[key]
 
     def _atom_grams(self, x1: Input, x2: Input | None) -> Tensor:  # (atoms, N1 C, N2 C)
         with torch.no_grad():
@@ -95,7 +124,7 @@ class NTKKernel(gpytorch.kernels.Kernel):
 
     def select(self, outputs: int | list[int] | str | Tensor) -> "NTKKernel":
         """Return the kernel of some outputs, or of combinations of them; see :meth:`Linearization.select`."""
-        return NTKKernel(self.lin.select(outputs), self.prior, self.input_shape, self.memory_budget)
+        return NTKKernel(self.lin.select(outputs), self.prior, self.input_shape, self.engine, self.memory_budget)
 
     # As GPyTorch calls it
 
@@ -160,7 +189,7 @@ class NTKKernel(gpytorch.kernels.Kernel):
 
     def _with_prior(self, prior: Prior) -> "NTKKernel":
         dims = None if self.active_dims is None else self.active_dims.clone()
-        return NTKKernel(self.lin, prior, self.input_shape, self.memory_budget, active_dims=dims)
+        return NTKKernel(self.lin, prior, self.input_shape, self.engine, self.memory_budget, active_dims=dims)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         super()._apply(fn, recurse)

@@ -1,14 +1,14 @@
 """From one forward pass and C backward passes to the factored Jacobian."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from torch.autograd import grad
 from torch.autograd.graph import GradientEdge
 
-from ntkgp.linearization.factors import Dense, Factor, Outer
+from ntkgp.linearization.factors import Dense, Factor
 from ntkgp.linearization.features import Features
 from ntkgp.linearization.graph import Trace, Use
 from ntkgp.linearization.rules import RuleFailed, apply_rule
@@ -27,6 +27,7 @@ class Analysis:
     num_outputs: int
     cotangents: int  # numbers per example in the outputs of all used operations
     activations: int  # numbers per example in the whole graph
+    flops: float = 0.0  # of a forward pass, per example
     norms: dict[str, int] = field(default_factory=dict)  # for scale-invariant parameters, the norm that makes them so
     forward_mode: bool = True  # not for embeddings with padding: only reverse mode keeps their row from learning
 
@@ -36,7 +37,13 @@ class Analysis:
 
 
 def capture(
-    net: Snapshot, f: Tensor, trace: Trace, analysis: Analysis, seeds: Tensor, differentiable: bool = False
+    net: Snapshot,
+    f: Tensor,
+    trace: Trace,
+    analysis: Analysis,
+    seeds: Tensor,
+    differentiable: bool = False,
+    into: Features | None = None,
 ) -> Features:
     r"""Return the features of the parameters that rules cover.
 
@@ -50,6 +57,7 @@ def capture(
         analysis: what is known about this graph.
         seeds: what to differentiate, (C, outputs): the identity for J itself.
         differentiable: keep the features differentiable in the inputs.
+        into: where to write large parts of the features.
     """
     uses = analysis.covered()
     C, n = seeds.shape[0], f.shape[0]
@@ -74,16 +82,18 @@ def capture(
     if differentiable:
         G = {node: torch.stack(parts, 1) for node, parts in columns.items()}
     factors: dict[str, list[tuple[int, Factor]]] = {name: [] for name in net.layout.names}
-    for use in uses:
-        shared = use.node not in G
-        factor = apply_rule(trace.nodes[use.node], use, seeds[None, :, None, :] if shared else G[use.node])
-        if shared and isinstance(factor, Outer):
-            factor = Outer(factor.G, factor.A, factor.d_in, factor.transposed, shared=True)
-        elif isinstance(factor, Dense):
-            factor = Dense(factor.J.expand(n, -1, -1))
-        for name, part in _pull_back(net, trace, use, factor, differentiable):
-            factors[name].append((use.node, part))
-    return Features.assemble(n, C, {name: parts for name, parts in factors.items() if parts}, f)
+    with torch.set_grad_enabled(differentiable):
+        for use in uses:
+            shared = use.node not in G
+            factor = apply_rule(trace.nodes[use.node], use, seeds[None, :, None, :] if shared else G[use.node])
+            factor = factor if differentiable else factor.detach()  # what autograd saved would keep its graph alive
+            if isinstance(factor, Dense):
+                factor = Dense(factor.J.expand(n, -1, -1))
+            elif shared:
+                factor = replace(factor, shared=True)
+            for name, part in _pull_back(net, trace, use, factor, differentiable):
+                factors[name].append((use.node, part))
+        return Features.assemble(n, C, {name: parts for name, parts in factors.items() if parts}, into)
 
 
 def _is_output(use: Use, trace: Trace, f: Tensor) -> bool:

@@ -18,6 +18,10 @@ class Dense:
         """Return J."""
         return self.J
 
+    def detach(self) -> "Dense":
+        """Return the same numbers without their graph."""
+        return Dense(self.J.detach())
+
 
 @dataclass(frozen=True)
 class Outer:
@@ -55,8 +59,17 @@ class Outer:
         """Return the examples that ``index`` selects."""
         return replace(self, G=self.G if self.shared else self.G[index], A=None if self.A is None else self.A[index])
 
-    def dense(self) -> Tensor:  # (N, C, d_out d_in)
-        """Contract the positions: 2 N C T d_in d_out flops."""
+    def detach(self) -> "Outer":
+        """Return the same numbers without their graph."""
+        return replace(self, G=self.G.detach(), A=None if self.A is None else self.A.detach())
+
+    def allocate(self, n: int) -> "Outer":
+        """Return a factor like this with room for ``n`` examples."""
+        G = self.G if self.shared else self.G.new_empty(n, *self.G.shape[1:])
+        return replace(self, G=G, A=None if self.A is None else self.A.new_empty(n, *self.A.shape[1:]))
+
+    def dense(self, out: Tensor | None = None) -> Tensor:  # (N, C, d_out d_in)
+        """Contract the positions: 2 N C T d_in d_out flops; into ``out`` where that saves a copy."""
         if self.A is None:
             return self.G.sum(-2)
         N, C, T, d_out = self.A.shape[0], *self.G.shape[1:]
@@ -65,7 +78,11 @@ class Outer:
             J = G.new_zeros(N, C, self.d_in, d_out)
             J = J.scatter_add(2, self.A[:, None, :, None].expand_as(G), G)
             return (J if self.transposed else J.mT).flatten(-2)
-        J = (G.mT.reshape(N, C * d_out, T) @ self.A).view(N, C, d_out, self.d_in)
+        G = G.mT.reshape(N, C * d_out, T)
+        if out is not None and not self.transposed:
+            torch.bmm(G, self.A, out=out.view(N, C * d_out, self.d_in))
+            return out
+        J = (G @ self.A).view(N, C, d_out, self.d_in)
         return (J.mT if self.transposed else J).flatten(-2)
 
     def pairwise_is_cheaper(self) -> bool:
@@ -80,8 +97,11 @@ class Outer:
         return T * T * (inputs + C * C * d_out) < C * C * self.d_in * d_out
 
 
-def concatenate_positions(factors: list[Outer]) -> Outer | None:
+def concatenate_positions(uses: list["Factor"]) -> Outer | None:
     """Return the factor of a parameter used several times: each use is one more set of positions; None if unlike."""
+    factors = [use for use in uses if isinstance(use, Outer)]
+    if len(factors) < len(uses):
+        return None
     first = factors[0]
     if len(factors) == 1:
         return first

@@ -9,7 +9,7 @@ from torch import Tensor
 from ntkgp.linearization.factors import Factor, Outer, concatenate_positions
 from ntkgp.linearization.layout import ParameterLayout
 
-__all__ = ["Block", "Features"]
+__all__ = ["Block", "DenseBlock", "Features"]
 
 
 @dataclass(frozen=True)
@@ -26,42 +26,60 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Features:
-    """J(x) for N examples: outer-product blocks, and one dense matrix with the columns of all other parameters.
+class DenseBlock:
+    """The Jacobian of some parameters, column by column."""
 
+    J: Tensor  # (N, C, p)
+    columns: dict[str, slice]
+
+    def __getitem__(self, index: slice) -> "DenseBlock":
+        """Return the examples that ``index`` selects."""
+        return replace(self, J=self.J[index])
+
+
+@dataclass(frozen=True)
+class Features:
+    """J(x) for N examples: outer products where they are small, dense columns elsewhere.
+
+    Every large parameter has a dense block of its own, so that it can be written in place; small ones share one.
     Parameters the network does not use have no entry: their Jacobian is zero.
     """
 
     num_examples: int
     num_outputs: int
     blocks: tuple[Block, ...]
-    J: Tensor  # (N, C, columns of the dense parameters)
-    columns: dict[str, slice]
+    dense: tuple[DenseBlock, ...]
 
     def __getitem__(self, index: slice) -> "Features":
         """Return the examples that ``index`` selects; no copy."""
         n = len(range(*index.indices(self.num_examples)))
-        return replace(self, num_examples=n, blocks=tuple(block[index] for block in self.blocks), J=self.J[index])
+        return Features(n, self.num_outputs, tuple(b[index] for b in self.blocks), tuple(d[index] for d in self.dense))
 
     @property
     def nbytes(self) -> int:
         """Memory held."""
         return sum(t.numel() * t.element_size() for t in self.tensors())
 
+    @property
+    def like(self) -> Tensor:
+        """A tensor of the right dtype and device."""
+        return next(t for t in self.tensors() if t.is_floating_point())
+
     def tensors(self) -> Iterator[Tensor]:
         """Yield every tensor held."""
-        yield self.J
         for block in self.blocks:
             yield block.outer.G
-            if block.outer.A is not None:
-                yield block.outer.A
+            yield block.outer.inputs
+        for dense in self.dense:
+            yield dense.J
 
     def jacobian(self, layout: ParameterLayout) -> Tensor:  # (N, C, P)
         """Return the dense Jacobian."""
-        J = self.J.new_zeros(self.num_examples, self.num_outputs, layout.num_params)
+        J = self.like.new_zeros(self.num_examples, self.num_outputs, layout.num_params)
         at = layout.slices
-        for name, columns in self.columns.items():
-            J[..., at[name]] = self.J[..., columns]
+        for dense in self.dense:
+            for name, columns in dense.columns.items():
+                J[..., at[name]] = dense.J[..., columns]
         for block in self.blocks:
             J[..., at[block.weight]] = block.outer.dense()
             if block.bias is not None:
@@ -70,7 +88,10 @@ class Features:
 
     def vjp(self, u: Tensor) -> dict[str, Tensor]:  # (N, C) -> {name: (p,)}
         """Return Jᵀu by parameter, from the features alone."""
-        out = {name: torch.einsum("nc,ncp->p", u, self.J[..., columns]) for name, columns in self.columns.items()}
+        out = {}
+        for dense in self.dense:
+            for name, columns in dense.columns.items():
+                out[name] = torch.einsum("nc,ncp->p", u, dense.J[..., columns])
         for block in self.blocks:
             outer = block.outer
             g = torch.einsum("nc,ncto->nto", u, outer.G.expand(self.num_examples, -1, -1, -1))
@@ -80,67 +101,71 @@ class Features:
                 out[block.bias] = g.sum((0, 1))
         return out
 
+    def allocate(self, n: int) -> "Features":
+        """Return features like these with room for ``n`` examples."""
+        blocks = tuple(replace(block, outer=block.outer.allocate(n)) for block in self.blocks)
+        dense = tuple(replace(block, J=block.J.new_empty(n, *block.J.shape[1:])) for block in self.dense)
+        return Features(n, self.num_outputs, blocks, dense)
+
+    def copy_(self, other: "Features") -> None:
+        """Take over the numbers of ``other``, except where they were written in place already."""
+        for mine, theirs in zip(self.tensors(), other.tensors(), strict=True):
+            if mine.data_ptr() != theirs.data_ptr():
+                mine.copy_(theirs)
+
     def joined(self, J: Tensor, sizes: dict[str, int]) -> "Features":  # (N, C, sum of sizes)
-        """Return these features with dense columns for more parameters."""
-        columns, end = dict(self.columns), self.J.shape[-1]
-        for name, size in sizes.items():
-            columns[name] = slice(end, end := end + size)
-        return replace(self, J=torch.cat([self.J, J], dim=-1), columns=columns)
+        """Return these features with a dense block for more parameters."""
+        return replace(self, dense=(*self.dense, DenseBlock(J, _columns(sizes))))
 
     @classmethod
-    def assemble(cls, n: int, c: int, factors: dict[str, list[tuple[int, Factor]]], like: Tensor) -> "Features":
+    def assemble(
+        cls, n: int, c: int, factors: dict[str, list[tuple[int, Factor]]], into: "Features | None" = None
+    ) -> "Features":
         """Gather what each parameter got from each node: uses of one parameter are added, biases join their weights.
 
         Args:
             n: number of examples.
             c: number of outputs.
             factors: for each parameter, the node and the factor of every use.
-            like: a tensor of the right dtype and device.
+            into: where to write the Jacobians of large parameters, if they are to be part of something larger.
         """
         outers: dict[str, tuple[tuple[int, ...], Outer]] = {}
         dense: dict[str, Tensor] = {}
         for name, uses in factors.items():
             parts = [factor for _, factor in uses]
-            merged = None
-            if all(isinstance(part, Outer) for part in parts):
-                merged = concatenate_positions([part for part in parts if isinstance(part, Outer)])
+            merged = concatenate_positions(parts)
             if merged is not None:
                 outers[name] = tuple(node for node, _ in uses), merged
             else:
-                dense[name] = torch.stack([part.dense().expand(n, -1, -1) for part in parts]).sum(0)
+                dense[name] = torch.stack([part.dense() for part in parts]).sum(0) if parts[1:] else parts[0].dense()
         weights = {nodes: name for name, (nodes, outer) in outers.items() if _stays_factored(outer)}
         biases = {
             weights[nodes]: name for name, (nodes, outer) in outers.items() if outer.A is None and nodes in weights
         }
         blocks = tuple(Block(name, biases.get(name), outers[name][1]) for name in weights.values())
         kept = {*weights.values(), *biases.values()}
-        dense |= {name: outer.dense().expand(n, -1, -1) for name, (_, outer) in outers.items() if name not in kept}
-        dense = {name: dense[name] for name in factors if name in dense}
-        empty = cls(n, c, blocks, like.new_zeros(n, c, 0), {})
-        if not dense:
-            return empty
-        sizes = {name: part.shape[-1] for name, part in dense.items()}
-        return empty.joined(torch.cat(list(dense.values()), dim=-1), sizes)
+        places = {} if into is None else {name: d.J for d in into.dense for name in d.columns if len(d.columns) == 1}
+        for name, (_, outer) in outers.items():
+            if name not in kept:
+                dense[name] = outer.dense(out=places.get(name)).expand(n, -1, -1)
+        large = [name for name in factors if name in dense and dense[name].shape[-1] >= _LARGE]
+        small = {name: dense[name] for name in factors if name in dense and name not in large}
+        own = [DenseBlock(dense[name], _columns({name: dense[name].shape[-1]})) for name in large]
+        if small:
+            J = torch.cat([part.expand(n, -1, -1) for part in small.values()], dim=-1)
+            own.append(DenseBlock(J, _columns({name: part.shape[-1] for name, part in small.items()})))
+        return cls(n, c, blocks, tuple(own))
 
-    @classmethod
-    def cat(cls, parts: list["Features"]) -> "Features":
-        """Concatenate over examples."""
-        first = parts[0]
-        if len(parts) == 1:
-            return first
-        blocks = tuple(
-            replace(block, outer=_cat_examples([part.blocks[i].outer for part in parts]))
-            for i, block in enumerate(first.blocks)
-        )
-        n = sum(part.num_examples for part in parts)
-        return replace(first, num_examples=n, blocks=blocks, J=torch.cat([part.J for part in parts]))
+
+_LARGE = 1024  # numbers from which a parameter has a block of its own
+
+
+def _columns(sizes: dict[str, int]) -> dict[str, slice]:
+    columns, end = {}, 0
+    for name, size in sizes.items():
+        columns[name] = slice(end, end := end + size)
+    return columns
 
 
 def _stays_factored(outer: Outer) -> bool:
     return outer.A is not None and (outer.positions == 1 or outer.pairwise_is_cheaper())
-
-
-def _cat_examples(outers: list[Outer]) -> Outer:
-    first = outers[0]
-    A = None if first.A is None else torch.cat([outer.A for outer in outers if outer.A is not None])
-    return replace(first, G=first.G if first.shared else torch.cat([outer.G for outer in outers]), A=A)

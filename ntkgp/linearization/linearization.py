@@ -46,6 +46,8 @@ class Linearization:
         self._net = Snapshot(net, parameters)
         self._seeds: Tensor | None = None  # (C, outputs of the network) where only some are wanted
         self._analyses: dict[tuple, Analysis] = {}
+        self._examples: dict[tuple, Input] = {}
+        self._pilots: dict[tuple, Features] = {}
         self._jvp: JVP | None = None
         self.cache = InputCache()
         if example is not None:
@@ -120,6 +122,7 @@ class Linearization:
                     "before"
                 )
             self._analyses[shapes] = analysis
+            self._examples[shapes] = map_leaves(lambda leaf: leaf[:1].detach().repeat_interleave(2, 0), x)
         return self._analyses[shapes]
 
     def __call__(self, x: Input) -> Tensor:  # (N, C)
@@ -172,7 +175,30 @@ class Linearization:
         x = map_leaves(Tensor.detach, x)
         bytes_each = analysis.cotangents * (self.num_outputs + 1) * self.theta.element_size()
         batch = max(2, _CAPTURE_BYTES // max(1, bytes_each))
-        return Features.cat([self._capture(part) for part in _parts(x, batch)])
+        n = batch_size(x)
+        first = self._capture(take(x, slice(batch)))
+        if n <= batch:
+            return first
+        features = first.allocate(n)
+        features[:batch].copy_(first)
+        for start in range(batch, n, batch):
+            place = features[start : start + batch]
+            place.copy_(self._capture(take(x, slice(start, start + batch)), into=place))
+        return features
+
+    def pilot(self) -> Features:
+        """Return the features of two examples like those seen last: their sizes tell the cost of many."""
+        self._seen("the size of features")
+        shapes = next(reversed(self._examples))
+        if shapes not in self._pilots:
+            self._pilots[shapes] = self.features(self._examples[shapes])
+        return self._pilots[shapes]
+
+    @property
+    def flops(self) -> float:
+        """Operations of a forward pass with one example like those seen last."""
+        self._seen("the cost of a forward pass")
+        return self._analyses[next(reversed(self._examples))].flops
 
     def select(self, outputs: int | Sequence[int] | str | Tensor) -> "Linearization":
         """Return the linearisation of some outputs only, or of linear combinations W f of them.
@@ -200,7 +226,7 @@ class Linearization:
         W = W.to(dtype=self.dtype, device=self.device)
         selected = copy(self)
         selected._seeds = W if self._seeds is None else W @ self._seeds
-        selected.cache = InputCache()
+        selected.cache, selected._pilots = InputCache(), {}
         return selected
 
     def to(self, *args: Any, **kwargs: Any) -> "Linearization":
@@ -223,7 +249,11 @@ class Linearization:
         new = copy(self)
         new._net = Snapshot(convert(deepcopy(self._net.module)), self.layout.names)
         new._seeds = None if self._seeds is None else self._seeds.to(pilot)
-        new.cache = InputCache()
+        new.cache, new._pilots = InputCache(), {}
+        new._examples = {
+            shapes: map_leaves(lambda leaf: leaf.to(pilot) if leaf.is_floating_point() else leaf.to(pilot.device), x)
+            for shapes, x in self._examples.items()
+        }
         return new
 
     def __deepcopy__(self, memo: dict) -> "Linearization":
@@ -236,14 +266,15 @@ class Linearization:
             )
         return next(iter(self._analyses.values()))
 
-    def _capture(self, x: Input, differentiable: bool = False) -> Features:
+    def _capture(self, x: Input, differentiable: bool = False, into: Features | None = None) -> Features:
         n = batch_size(x)
         pair = x if n > 1 else map_leaves(lambda leaf: leaf.expand(2, *leaf.shape[1:]), x)
         with self._net.differentiable(), torch.enable_grad():
             f = self._net(pair)
             t = trace(f, leaves(pair))
             analysis = self._analysis_of(pair, t)
-            features = capture(self._net, f, t, analysis, self._basis(f), differentiable)[:n]
+            into = into if n > 1 else None
+            features = capture(self._net, f, t, analysis, self._basis(f), differentiable, into)[:n]
         if analysis.fallback:
             J = self._by_example(x, analysis.fallback, differentiable)
             sizes = dict(zip(self.layout.names, self.layout.sizes, strict=True))

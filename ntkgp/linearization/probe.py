@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 from torch.autograd import grad
+from torch.utils.flop_counter import FlopCounterMode
 
 from ntkgp.linearization.capture import Analysis, capture, fallback_jacobian
 from ntkgp.linearization.graph import UNKNOWN, BatchAxis, Trace, Use, batch_axes, find_uses, trace
@@ -69,10 +70,17 @@ def probe(net: Snapshot, x: Input, large: int = _LARGE, small: int = _SMALL) -> 
             f.shape[1],
             sum(sizes[node] for node in {use.node for use in uses}),
             sum(sizes.values()),
+            _flops(net, x) / large,
             norms,
             forward_mode=not any(getattr(node, "_saved_padding_idx", -1) >= 0 for node in t.nodes),
         )
         return _audited(net, x, f, t, analysis, generator)
+
+
+def _flops(net: Snapshot, x: Input) -> float:
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        net(x)
+    return counter.get_total_flops()
 
 
 def _check_examples(net: Snapshot, x: Input, f: Tensor, f_small: Tensor, large: int) -> None:

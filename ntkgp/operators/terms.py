@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ntkgp.linearization import Block, Features
+from ntkgp.linearization import Block, DenseBlock, Features
 from ntkgp.linearization.factors import Outer
 from ntkgp.priors import Covariance, Elementwise, Separable, Uniform
 
@@ -210,13 +210,14 @@ def terms(F1: Features, F2: Features, S: Mapping[str, Covariance]) -> list[Term]
     found: list[Term] = []
     for block1, block2 in zip(F1.blocks, F2.blocks, strict=True):
         found += _block_terms(block1, block2, S)
-    dense = [name for name in F1.columns if name in S]
-    if dense:
-        found.append(_dense_term(F1, F2, {name: S[name] for name in dense}))
+    for dense1, dense2 in zip(F1.dense, F2.dense, strict=True):
+        some = {name: S[name] for name in dense1.columns if name in S}
+        if some:
+            found.append(_dense_term(dense1, dense2, some))
     return found
 
 
-def _dense_term(F1: Features, F2: Features, S: dict[str, Covariance]) -> Term:
+def _dense_term(F1: DenseBlock, F2: DenseBlock, S: dict[str, Covariance]) -> Term:
     everything = len(S) == len(F1.columns)
     J1 = F1.J if everything else torch.cat([F1.J[..., F1.columns[name]] for name in S], dim=-1)
     scales = [cov.s if isinstance(cov, Uniform) else None for cov in S.values()]

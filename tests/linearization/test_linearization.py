@@ -102,7 +102,7 @@ def test_a_converted_linearisation_computes_in_the_new_dtype():
     net, x = BY_NAME["lenet"].build(torch.float32)
     lin = Linearization(net, example=x)
     double = lin.double()
-    assert double.features(x.double()).J.dtype == torch.float64
+    assert double.features(x.double()).like.dtype == torch.float64
     assert lin.dtype == torch.float32
     assert lin.float() is lin
     assert relative_error(lin.features(x).jacobian(lin.layout), double.jacobian(x.double())) < 1e-4
