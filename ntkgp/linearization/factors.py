@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ntkgp.linearization.memory import empty
+
 __all__ = ["Dense", "Factor", "Outer", "concatenate_positions"]
 
 
@@ -65,7 +67,7 @@ class Outer:
 
     def allocate(self, n: int) -> "Outer":
         """Return a factor like this with room for ``n`` examples."""
-        G = self.G if self.shared else self.G.new_empty(n, *self.G.shape[1:])
+        G = self.G if self.shared else empty((n, *self.G.shape[1:]), self.G)
         return replace(self, G=G, A=None if self.A is None else self.A.new_empty(n, *self.A.shape[1:]))
 
     def dense(self, out: Tensor | None = None) -> Tensor:  # (N, C, d_out d_in)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ntkgp.linearization.factors import Factor, Outer, concatenate_positions
 from ntkgp.linearization.layout import ParameterLayout
+from ntkgp.linearization.memory import empty
 
 __all__ = ["Block", "DenseBlock", "Features"]
 
@@ -104,7 +105,7 @@ class Features:
     def allocate(self, n: int) -> "Features":
         """Return features like these with room for ``n`` examples."""
         blocks = tuple(replace(block, outer=block.outer.allocate(n)) for block in self.blocks)
-        dense = tuple(replace(block, J=block.J.new_empty(n, *block.J.shape[1:])) for block in self.dense)
+        dense = tuple(replace(block, J=empty((n, *block.J.shape[1:]), block.J)) for block in self.dense)
         return Features(n, self.num_outputs, blocks, dense)
 
     def copy_(self, other: "Features") -> None:

@@ -49,6 +49,7 @@ def _norm_above(t: Trace, users: dict[int, list[tuple[int, int]]], node: int, da
         node, slot = above[0]
         if t.names[node] in _NORMS:
             return node if slot == _DATA_ARGUMENT else None
-        bias = t.names[node] == "AddBackward0" and sum(edge in data for edge in t.edges[node] if edge is not None) == 1
+        # A summand without an edge may be data that needs no gradient: only parameters are known not to be.
+        bias = t.names[node] == "AddBackward0" and sum(edge is None or edge in data for edge in t.edges[node]) == 1
         if t.names[node] not in _RESHAPES and not bias:
             return None

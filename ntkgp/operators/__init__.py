@@ -1,8 +1,8 @@
 """Lazy matrices of the linear model: J, K = J S₀ Jᵀ, Jᵀ Λ J."""
 
+from ntkgp.operators.dense import gram, mirror, point_blocks
 from ntkgp.operators.engines import ENGINES
 from ntkgp.operators.ggn import GGNLinearOperator
-from ntkgp.operators.gram import gram, mirror, point_blocks
 from ntkgp.operators.jacobian import JacobianLinearOperator
 from ntkgp.operators.plan import Plan, make_plan
 from ntkgp.operators.rows import RowForm

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from ntkgp.linearization import Linearization
 from ntkgp.linearization.inputs import Input, batch_size, take
-from ntkgp.operators.gram import gram, mirror
+from ntkgp.linearization.memory import empty
+from ntkgp.operators.dense import gram, mirror
 from ntkgp.priors import PriorCovariance
 
 __all__ = ["ENGINES"]
@@ -23,7 +24,7 @@ def layerwise(lin: Linearization, x1: Input, x2: Input | None, S0: PriorCovarian
     if n + m <= fits:
         return gram(lin.features(x1), None if x2 is None else lin.features(x2), S0.covariances)
     C, tile = lin.num_outputs, max(1, fits // 2)
-    K = torch.empty(n * C, (m or n) * C, dtype=lin.dtype, device=lin.device)
+    K = empty((n * C, (m or n) * C), lin.pilot().like)
     for i in range(0, n, tile):
         F1 = lin.features(take(x1, slice(i, i + tile)))
         rows = slice(i * C, (i + F1.num_examples) * C)

@@ -9,7 +9,7 @@ from linear_operator.utils.getitem import _is_noop_index, _noop_index
 from torch import Tensor
 
 from ntkgp.linearization import Features, Linearization
-from ntkgp.operators.gram import gram, point_blocks
+from ntkgp.operators.dense import gram, point_blocks
 from ntkgp.operators.jacobian import batched_jvp, batched_vjp, in_dtype_of
 from ntkgp.operators.rows import RowForm
 from ntkgp.operators.sliced import SlicedLinearOperator

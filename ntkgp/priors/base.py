@@ -52,8 +52,12 @@ class Prior(gpytorch.Module):
         constraint: Interval | None = None,
         hyperprior: gpytorch.priors.Prior | None = None,
     ) -> None:
-        """Register a positive hyperparameter as ``raw_<name>`` with its constraint and optional prior."""
-        constraint = Positive() if constraint is None else constraint
+        """Register a positive hyperparameter as ``raw_<name>`` with its constraint and optional prior.
+
+        By default the raw parameter is the logarithm: precisions span orders of magnitude.
+        """
+        if constraint is None:
+            constraint = Positive(transform=torch.exp, inv_transform=torch.log)
         raw = f"raw_{name}"
         self.register_parameter(raw, nn.Parameter(constraint.inverse_transform(value)))
         self.register_constraint(raw, constraint)
