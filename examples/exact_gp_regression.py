@@ -35,7 +35,7 @@ class LinearizedGP(gpytorch.models.ExactGP):
         prior = ntkgp.priors.Grouped(lin, by="layer", precision=1.0, mean=0.0)
         self.mean, self.kernel = ntkgp.LinearizedMean(lin, prior), ntkgp.NTKKernel(lin, prior)
 
-    def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
+    def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:  # noqa: D102
         return gpytorch.distributions.MultivariateNormal(self.mean(x), self.kernel(x))
 
 

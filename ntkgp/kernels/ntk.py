@@ -59,8 +59,19 @@ class NTKKernel(gpytorch.kernels.Kernel):
 
     # In the network's own shapes
 
-    def gram(self, x1: Input, x2: Input | None = None) -> Tensor:  # (N1 C, N2 C)
-        """Return K(x1, x2), K(x1, x1) by default, as a dense matrix."""
+    def gram(
+        self, x1: Input, x2: Input | None = None, out: Tensor | None = None
+    ) -> Tensor:  # (*batch of the prior, N1 C, N2 C)
+        """Return K(x1, x2), K(x1, x1) by default, as a dense matrix.
+
+        Args:
+            x1: the points along the rows.
+            x2: the points along the columns.
+            out: where to write K; only without gradients, as for torch's own functions.
+        """
+        if out is not None:
+            with torch.no_grad():
+                return self._compute(x1, x2, out)
         if x2 is not None and same_input(x1, x2) and not _any_requires_grad(x1, x2):
             x2 = None
         if _any_requires_grad(x1, x1 if x2 is None else x2):
@@ -78,14 +89,15 @@ class NTKKernel(gpytorch.kernels.Kernel):
         """Return what K of n1 x n2 points (n1 x n1 by default) takes, layer by layer: ``print`` it."""
         return make_plan(self.lin, n1, n2, self.engine, self.memory_budget)
 
-    def _compute(self, x1: Input, x2: Input | None) -> Tensor:
+    def _compute(self, x1: Input, x2: Input | None, out: Tensor | None = None) -> Tensor:
         if self.batch_shape:
-            return self.operator(x1, x2).to_dense()
+            K = self.operator(x1, x2).to_dense()
+            return K if out is None else out.copy_(K)
         self.lin.learn(x1)
         engine = self.engine
         if engine == "auto":
             engine = self._choice(batch_size(x1), None if x2 is None else batch_size(x2))
-        return ENGINES[engine](self.lin, x1, x2, self.prior.covariance(), self.memory_budget)
+        return ENGINES[engine](self.lin, x1, x2, self.prior.covariance(), self.memory_budget, out)
 
     def _choice(self, n1: int, n2: int | None) -> str:
         """Remember the plan's choice: counting takes a capture of its own."""

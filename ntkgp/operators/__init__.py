@@ -1,6 +1,6 @@
 """Lazy matrices of the linear model: J, K = J S₀ Jᵀ, Jᵀ Λ J."""
 
-from ntkgp.operators.dense import gram, mirror, point_blocks
+from ntkgp.operators.dense import gram, point_blocks
 from ntkgp.operators.engines import ENGINES
 from ntkgp.operators.ggn import GGNLinearOperator
 from ntkgp.operators.jacobian import JacobianLinearOperator
@@ -17,6 +17,5 @@ __all__ = [
     "TangentKernelLinearOperator",
     "gram",
     "make_plan",
-    "mirror",
     "point_blocks",
 ]

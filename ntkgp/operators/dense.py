@@ -1,6 +1,8 @@
 """Dense Gram matrices from features, tile by tile and one triangle of symmetric ones."""
 
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from math import ceil
 
 import torch
 from torch import Tensor
@@ -10,10 +12,11 @@ from ntkgp.linearization.memory import empty
 from ntkgp.operators.terms import Term, terms
 from ntkgp.priors import Covariance
 
-__all__ = ["gram", "mirror", "point_blocks"]
+__all__ = ["gram", "point_blocks"]
 
-_TILE = 800  # side of a tile: its parts stay in the caches while terms are added
-_MIRROR = 256  # columns that are transposed at a time
+_TILE = 1000  # side of a tile: its parts stay in the caches while terms are added
+_LEAF = 250  # side of the squares on the diagonal
+_MIRROR = 500  # side of the squares that are transposed at a time
 
 
 def gram(
@@ -37,25 +40,51 @@ def gram(
             K = K + term.tile(*everything)
         return K
     K = empty((N * C, M * C), F1.like) if out is None else out
-    step = min(max(N, M), max(1, _TILE // C))
-    work = K.new_empty((step * C) ** 2)
-    for rows in _tiles(N, step):
-        for cols in _tiles(rows.stop if symmetric else M, step):
-            tile = _entries(K, rows, cols, C)
-            for i, term in enumerate(parts):
-                term.add_to(tile, rows, cols, i == 0, work)
-        if symmetric:  # while the tiles are still in the caches
-            _mirror(K, rows.start * C, rows.stop * C)
+    step, leaf = max(1, _TILE // C), max(1, _LEAF // C)
+    work = K.new_empty(min(step, N) * min(step, M) * C * C)
+    for rows, cols in _triangle(0, N, leaf, step) if symmetric else _rectangle((0, N), (0, M), step):
+        tile = K[rows.start * C : rows.stop * C, cols.start * C : cols.stop * C]
+        for i, term in enumerate(parts):
+            term.add_to(tile, rows, cols, i == 0, work)
+        if symmetric:  # while the tile is still in the caches
+            if rows == cols:
+                tile.copy_(torch.where(_lower(tile), tile, tile.mT))
+            else:
+                _transpose(tile, K[cols.start * C : cols.stop * C, rows.start * C : rows.stop * C])
     return K
 
 
-def _tiles(n: int, step: int) -> Iterator[slice]:
-    for start in range(0, n, step):
-        yield slice(start, min(start + step, n))
+def _lower(square: Tensor) -> Tensor:
+    return torch.ones(square.shape, dtype=torch.bool, device=square.device).tril()
 
 
-def _entries(K: Tensor, rows: slice, cols: slice, C: int) -> Tensor:
-    return K[rows.start * C : rows.stop * C, cols.start * C : cols.stop * C]
+def _transpose(source: Tensor, target: Tensor) -> None:
+    for rows, cols in _rectangle((0, source.shape[0]), (0, source.shape[1]), _MIRROR):
+        target[cols, rows] = source[rows, cols].mT
+
+
+def _triangle(start: int, stop: int, leaf: int, step: int) -> Iterator[tuple[slice, slice]]:
+    """Cover the lower triangle: halve it until the squares on the diagonal, of which half is wasted, are small."""
+    if stop - start <= leaf:
+        yield slice(start, stop), slice(start, stop)
+        return
+    middle = (start + stop) // 2
+    yield from _triangle(start, middle, leaf, step)
+    yield from _rectangle((middle, stop), (start, middle), step)
+    yield from _triangle(middle, stop, leaf, step)
+
+
+def _rectangle(rows: tuple[int, int], cols: tuple[int, int], step: int) -> Iterator[tuple[slice, slice]]:
+    for i in _parts(*rows, step):
+        for j in _parts(*cols, step):
+            yield i, j
+
+
+def _parts(start: int, stop: int, step: int) -> list[slice]:
+    """Cut a range into parts of almost equal length, none longer than ``step``."""
+    count = ceil((stop - start) / step)
+    ends = [start + (stop - start) * i // count for i in range(count + 1)]
+    return [slice(a, b) for a, b in pairwise(ends)]
 
 
 def point_blocks(F1: Features, F2: Features | None, S: Mapping[str, Covariance]) -> Tensor:  # (N, C, C)
@@ -64,20 +93,6 @@ def point_blocks(F1: Features, F2: Features | None, S: Mapping[str, Covariance])
     if not parts:
         return F1.like.new_zeros(F1.num_examples, F1.num_outputs, F1.num_outputs)
     return torch.stack([term.blocks() for term in parts]).sum(0) if len(parts) > 1 else parts[0].blocks()
-
-
-def mirror(K: Tensor) -> None:
-    """Copy the lower triangle to the upper, in place."""
-    for rows in _tiles(K.shape[0], _TILE):
-        _mirror(K, rows.start, rows.stop)
-
-
-def _mirror(K: Tensor, start: int, stop: int) -> None:
-    """Copy these rows, up to the diagonal, to the columns above it."""
-    for cols in _tiles(start, _MIRROR):
-        K[cols, start:stop] = K[start:stop, cols].mT
-    square = K[start:stop, start:stop]
-    square.copy_(square.tril() + square.tril(-1).mT)
 
 
 def _asks_for_gradients(parts: list[Term]) -> bool:

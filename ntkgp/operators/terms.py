@@ -118,6 +118,11 @@ class SharedTerm:
         """The left Kronecker factor, one number for a pair of points."""
         return self.s * _inner(self.A1, self.A2) + self.b
 
+    @cached_property
+    def is_diagonal(self) -> bool:
+        """Whether outputs do not interact, as those of a whole last layer."""
+        return torch.equal(self.G, torch.diag(self.G.diagonal()))
+
     def tile(self, rows: slice, cols: slice) -> Tensor:  # (n C, m C)
         """Return the share of these points."""
         return torch.kron(self.inputs[rows, cols].contiguous(), self.G)
@@ -125,11 +130,11 @@ class SharedTerm:
     def add_to(self, K: Tensor, rows: slice, cols: slice, fresh: bool, work: Tensor) -> None:  # (n C, m C)
         """Add the share of these points to K; outputs that do not interact take C, not C², numbers for a pair."""
         A = self.inputs[rows, cols]
-        K, diagonal = _by_points(K, A), self.G.diagonal()
+        K = _by_points(K, A)
         if fresh:
             torch.mul(A[:, None, :, None], self.G[None, :, None, :], out=K)
-        elif torch.equal(self.G, torch.diag(diagonal)):
-            K.diagonal(dim1=1, dim2=3).add_(A.unsqueeze(-1) * diagonal)
+        elif self.is_diagonal:
+            K.diagonal(dim1=1, dim2=3).addcmul_(A.unsqueeze(-1), self.G.diagonal())
         else:
             K.addcmul_(A[:, None, :, None], self.G[None, :, None, :])
 

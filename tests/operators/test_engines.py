@@ -21,6 +21,9 @@ def test_every_engine_gives_the_same_gram(engine, name, make, float64):
     with torch.no_grad():
         assert relative_error(kernel.gram(x), K) < 1e-10
         assert relative_error(kernel.gram(x, x[1:]), K[:, lin.num_outputs :]) < 1e-10
+    place = torch.empty_like(K)
+    assert kernel.gram(x, out=place).data_ptr() == place.data_ptr()
+    assert relative_error(place, K) < 1e-10
 
 
 @pytest.mark.parametrize("name", ["mlp", "lenet"])
@@ -40,7 +43,7 @@ def test_features_over_budget_are_made_in_tiles(name, float64):
 @pytest.mark.parametrize(("n", "tile"), [(7, 3), (7, 9), (7, 100), (5, 15)])
 def test_tiles_and_mirrors_of_any_size_agree(n, tile, float64, monkeypatch):
     monkeypatch.setattr("ntkgp.operators.dense._TILE", tile)
-    monkeypatch.setattr("ntkgp.operators.dense._MIRROR", 4)
+    monkeypatch.setattr("ntkgp.operators.dense._LEAF", 4)
     net, x = BY_NAME["mlp"].build()
     x = torch.randn(n, 5)
     lin = Linearization(net, example=x)

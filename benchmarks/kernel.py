@@ -1,0 +1,350 @@
+"""The tangent kernel beside laplace-torch and neural-tangents: one table, every row measured in this run.
+
+    python benchmarks/kernel.py --peers DIR
+
+``DIR`` holds the peers' environments. Each measurement runs in a process of its own, one after the other; all times are
+medians over repeats. The table goes to benchmarks/results/kernel.md, the numbers to kernel.json beside it.
+"""
+
+import argparse
+import json
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "tests"))  # the shared table of networks
+
+import networks as zoo  # noqa: E402
+from cases import CASES, dense_jacobian, relative_error  # noqa: E402
+
+import ntkgp  # noqa: E402
+
+REPEATS = 7
+LENET_INNER = (416, 12832, 120, 84)  # inner sizes of the products a Gram of the LeNet cannot avoid
+MLP_INNER = (200, 200)
+
+
+def mlp(width: int = 200) -> nn.Module:
+    return nn.Sequential(nn.Linear(784, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
+
+
+def lenet() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(1, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 5), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(512, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)),
+    )
+
+
+NETWORKS = {"mlp": (mlp, (784,)), "lenet": (lenet, (1, 28, 28)), "resnet20": (zoo.ResNet20, (3, 32, 32))}
+
+
+def kernel_of(case: str, n: int) -> tuple[ntkgp.NTKKernel, Tensor]:
+    torch.manual_seed(0)
+    make, shape = NETWORKS[case]
+    x = torch.randn(n, *shape)
+    lin = ntkgp.Linearization(make(), example=x)
+    return ntkgp.NTKKernel(lin, ntkgp.priors.Isotropic(lin)), x
+
+
+def seconds(function, repeats: int = REPEATS) -> list[float]:
+    function()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def interleaved(functions: dict, repeats: int = REPEATS) -> dict[str, list[float]]:
+    """Time several functions in turn, so that a machine that slows down slows all of them."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for round_ in range(repeats + 1):
+        for name, function in functions.items():
+            start = time.perf_counter()
+            function()
+            if round_:
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+# What each child process measures; every function returns something JSON can hold
+
+
+def measure_gram(case: str, n: int) -> dict:
+    kernel, x = kernel_of(case, n)
+    with torch.no_grad():
+        return {"seconds": seconds(lambda: kernel.gram(x))}
+
+
+def measure_contraction(n: int) -> dict:
+    """vmap(jacrev) and one contraction, as people write it by hand; in batches, or the Jacobian would not fit."""
+    kernel, x = kernel_of("resnet20", n)
+    net = kernel.lin._net.module
+    theta = {name: p.detach() for name, p in net.named_parameters()}
+
+    def f(theta: dict, point: Tensor) -> Tensor:
+        return torch.func.functional_call(net, theta, point.unsqueeze(0)).squeeze(0)
+
+    jacobian = torch.func.vmap(torch.func.jacrev(f), (None, 0))
+
+    def contraction() -> Tensor:
+        parts = [jacobian(theta, part) for part in x.split(10)]
+        K = 0
+        for name in theta:
+            J = torch.cat([part[name] for part in parts]).flatten(2).flatten(0, 1)
+            K = K + J @ J.mT
+        return K
+
+    with torch.no_grad():
+        error = relative_error(kernel.gram(x), contraction())
+        times = interleaved({"ours": lambda: kernel.gram(x), "contraction": contraction}, 2)
+    return times | {"error": error}
+
+
+def measure_limit(case: str) -> dict:
+    """Our Gram and the bare products, in turn; results in fresh memory and in memory that is there already."""
+    kernel, x = kernel_of(case, 400)
+    factors = [torch.randn(4000, d) for d in (MLP_INNER if case == "mlp" else LENET_INNER)]
+    out, place = torch.zeros(4000, 4000), torch.zeros(4000, 4000)
+
+    def products(out: Tensor | None) -> None:
+        for factor in factors:
+            torch.mm(factor, factor.mT, out=out)
+
+    with torch.no_grad():
+        return interleaved(
+            {
+                "products": lambda: products(out),
+                "products, fresh memory": lambda: products(None),
+                "gram": lambda: kernel.gram(x),
+                "gram, memory given": lambda: kernel.gram(x, out=place),
+            },
+            15 if case == "mlp" else REPEATS,
+        )
+
+
+def measure_growth() -> dict:
+    sizes = [100, 200, 400, 800, 1600]
+    times = []
+    for n in sizes:
+        kernel, x = kernel_of("mlp", n)
+        with torch.no_grad():
+            times.append(statistics.median(seconds(lambda k=kernel, z=x: k.gram(z), 3)))
+    log_n, log_t = torch.tensor(sizes).double().log(), torch.tensor(times).double().log()
+    slope = ((log_n - log_n.mean()) * (log_t - log_t.mean())).sum() / (log_n - log_n.mean()).square().sum()
+    return {"n": sizes, "seconds": times, "exponent": slope.item()}
+
+
+def measure_memory_mlp() -> dict:
+    torch.manual_seed(0)
+    x = torch.randn(1000, 784)
+    lin = ntkgp.Linearization(mlp(512), example=x)
+    with torch.no_grad():
+        K = ntkgp.NTKKernel(lin, ntkgp.priors.Isotropic(lin)).gram(x)
+    return {"shape": list(K.shape)}
+
+
+def measure_memory_unet() -> dict:
+    torch.manual_seed(0)
+    x = torch.randn(16, 1, 28, 28)
+    lin = ntkgp.Linearization(zoo.UNet(32), example=x)
+    with torch.no_grad():
+        K = ntkgp.NTKKernel(lin, ntkgp.priors.Isotropic(lin)).operator(x)
+        v = K @ torch.randn(K.shape[1])
+    return {"shape": list(v.shape), "outputs": lin.num_outputs, "parameters": lin.num_params}
+
+
+def measure_products() -> dict:
+    kernel, x = kernel_of("lenet", 400)
+    K = kernel.operator(x)
+    v, V = torch.randn(4000, 1), torch.randn(4000, 8)
+    with torch.no_grad():
+        return interleaved(
+            {"forward": lambda: kernel.lin(x), "one vector": lambda: K @ v, "eight vectors": lambda: K @ V}
+        )
+
+
+def measure_accuracy() -> dict:
+    errors = {}
+    for case in CASES:
+        net, x = case.build()
+        lin = ntkgp.Linearization(net, case.parameters, example=x)
+        J = dense_jacobian(net, x, lin.layout.names).flatten(0, 1)
+        found = []
+        for dtype in (torch.float64, torch.float32):
+            net, x = case.build(dtype)
+            lin = ntkgp.Linearization(net, case.parameters, example=x)
+            with torch.no_grad():
+                found.append(relative_error(ntkgp.NTKKernel(lin, ntkgp.priors.Isotropic(lin)).gram(x), J @ J.mT))
+        errors[case.name] = found
+    return {"errors": errors}
+
+
+MEASUREMENTS = {
+    "gram": measure_gram,
+    "contraction": measure_contraction,
+    "limit": measure_limit,
+    "growth": measure_growth,
+    "memory-mlp": measure_memory_mlp,
+    "memory-unet": measure_memory_unet,
+    "products": measure_products,
+    "accuracy": measure_accuracy,
+}
+
+
+def child(name: str, *arguments: object) -> dict:
+    """Run one measurement in a process of its own; its peak memory is its own, too."""
+    command = [sys.executable, __file__, "--measure", name, *map(str, arguments)]
+    return _json(command, f"ours: {name} {' '.join(map(str, arguments))}")
+
+
+def peer(python: Path, script: str, case: str, n: int, repeats: int) -> dict:
+    command = [
+        python,
+        HERE / "peers" / script,
+        "--case",
+        case,
+        "--n",
+        str(n),
+        "--repeats",
+        str(repeats),
+        "--threads",
+        "2",
+    ]
+    return _json(command, f"{script}: {case} {n}")
+
+
+def _json(command: list, label: str) -> dict:
+    start = time.perf_counter()
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        sys.exit(f"{label} failed:\n{result.stderr}")
+    print(f"  {label}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    return json.loads(result.stdout.strip().splitlines()[-1])
+
+
+class Table:
+    """Rows of (what, figure, bar, whether it is met)."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, str, str, bool]] = []
+
+    def at_least(self, what: str, ratio: float, bar: float, detail: str) -> None:
+        self.rows.append((what, f"{ratio:.1f}x ({detail})", f">= {bar:g}x", ratio >= bar))
+
+    def at_most(self, what: str, value: float, bar: float, detail: str, form: str = ".2f") -> None:
+        self.rows.append((what, f"{value:{form}} ({detail})", f"<= {bar:g}", value <= bar))
+
+    def note(self, what: str, text: str) -> None:
+        self.rows.append((what, text, "", True))
+
+    def __str__(self) -> str:
+        lines = ["| what | measured | bar | met |", "|---|---|---|---|"]
+        lines += [f"| {w} | {m} | {b} | {('yes' if ok else 'no') if b else ''} |" for w, m, b, ok in self.rows]
+        return "\n".join(lines)
+
+
+def median(times: list[float]) -> float:
+    return statistics.median(times)
+
+
+def run(peers: Path) -> tuple[Table, dict]:
+    table, raw = Table(), {}
+    raw["accuracy"] = child("accuracy")
+    errors = raw["accuracy"]["errors"]
+    for column, (dtype, bar) in enumerate((("float64", 1e-8), ("float32", 1e-4))):
+        worst = max(errors, key=lambda name: errors[name][column])
+        detail = f"worst of {len(errors)} networks: {worst}"
+        table.at_most(f"relative error, {dtype}", errors[worst][column], bar, detail, ".1e")
+    bars = {"mlp": (150, 1.5), "lenet": (12, 2)}
+    for case, (bar_laplace, bar_nt) in bars.items():
+        for n in (200, 400):
+            ours = raw[f"gram {case} {n}"] = child("gram", case, n)
+            nt = raw[f"neural-tangents {case} {n}"] = peer(
+                peers / "jax/bin/python", "neural_tangents_gram.py", case, n, REPEATS
+            )
+            la = raw[f"laplace-torch {case} {n}"] = peer(
+                peers / "laplace/bin/python", "laplace_gp.py", case, n, 1 if n > 200 else 3
+            )
+            mine, theirs, fit = median(ours["seconds"]), median(nt["seconds"]), median(la["seconds"])
+            what = f"Gram {case}, N = {n}"
+            table.at_least(
+                f"{what}, against laplace-torch", fit / mine, bar_laplace, f"{fit:.2f} s against {mine:.4f} s"
+            )
+            table.at_least(
+                f"{what}, against neural-tangents", theirs / mine, bar_nt, f"{theirs:.3f} s against {mine:.4f} s"
+            )
+    times = raw["contraction"] = child("contraction", 100)
+    mine, theirs = median(times["ours"]), median(times["contraction"])
+    detail = f"{theirs:.1f} s against {mine:.2f} s, relative difference {times['error']:.0e}"
+    table.at_least("Gram ResNet-20, N = 100, against vmap(jacrev)", theirs / mine, 5, detail)
+    for case, bar in (("lenet", 1.6), ("mlp", 2.2)):
+        times = raw[f"limit {case}"] = child("limit", case)
+        half = median(times["products"]) / 2
+        fresh = median(times["products, fresh memory"]) / 2
+        value, given = median(times["gram"]), median(times["gram, memory given"])
+        detail = f"{1e3 * value:.0f} ms against {1e3 * half:.0f} ms of products into memory that is there"
+        table.at_most(f"distance from the limit, {case}, N = 400", value / half, bar, detail)
+        text = f"{given / half:.2f} both in memory that is there, {value / fresh:.2f} both in fresh memory"
+        table.note(f"the same, {case}, like with like", text)
+    memory = raw["memory mlp"] = child("memory-mlp")
+    table.at_most("peak memory, MLP 784-512-512-10, N = 1000, GB", memory["peak_mb"] / 1024, 2.5, "whole process")
+    memory = raw["memory unet"] = child("memory-unet")
+    detail = f"whole process; C = {memory['outputs']}, {memory['parameters']} parameters"
+    table.at_most("peak memory, U-Net K @ v, N = 16, GB", memory["peak_mb"] / 1024, 2, detail)
+    growth = raw["growth"] = child("growth")
+    detail = ", ".join(f"{n}: {1e3 * t:.0f} ms" for n, t in zip(growth["n"], growth["seconds"], strict=True))
+    table.at_most("growth exponent in N, MLP", growth["exponent"], 2.1, detail)
+    times = raw["products"] = child("products")
+    forward = median(times["forward"])
+    detail = f"forward pass {1e3 * forward:.0f} ms"
+    table.at_most("K @ v on LeNet, forward passes, one vector", median(times["one vector"]) / forward, 6, detail)
+    table.at_most(
+        "K @ V on LeNet, forward passes a vector, eight", median(times["eight vectors"]) / forward / 8, 4, detail
+    )
+    return table, raw
+
+
+def machine() -> str:
+    model = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").open() if "model name" in line), "")
+    return f"{model or platform.processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", type=Path, help="folder with the peers' environments")
+    parser.add_argument("--measure", nargs="+", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.measure:
+        name, *rest = args.measure
+        result = MEASUREMENTS[name](*(int(a) if a.isdigit() else a for a in rest))
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        print(json.dumps(result | {"peak_mb": peak}))
+        return
+    if args.peers is None:
+        parser.error("--peers is needed")
+    start = time.perf_counter()
+    table, raw = run(args.peers.absolute())
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    head = f"`make bench-kernel` at commit {commit}, seed 0, {machine()}; {(time.perf_counter() - start) / 60:.0f} minutes."
+    text = f"# The kernel beside its peers\n\n{head} Medians; ratios are theirs over ours.\n\n{table}\n"
+    print(text)
+    results = HERE / "results"
+    results.mkdir(exist_ok=True)
+    (results / "kernel.md").write_text(text)
+    (results / "kernel.json").write_text(json.dumps(raw | {"machine": machine(), "commit": commit}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""What the documents and examples say, runs."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SNIPPETS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda text: text.splitlines()[2][:30])
+def test_the_readmes_snippets_run(snippet, capsys):
+    exec(compile(snippet, "README.md", "exec"), {})
+    assert capsys.readouterr().out
+
+
+def test_the_readme_has_snippets():
+    assert len(SNIPPETS) == 2
+
+
+def test_the_demo_prints_a_table_and_draws_a_figure(tmp_path):
+    command = [
+        sys.executable,
+        "examples/exact_gp_regression.py",
+        "--output",
+        tmp_path,
+        "--steps",
+        "20",
+        "--tuning-steps",
+        "5",
+    ]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert re.search(r"linearised GP +\d\.\d{3} +\d+\.\d{3} +\d+\.\d %", result.stdout)
+    assert (tmp_path / "exact_gp_regression.png").stat().st_size > 10_000
+
+
+def test_the_map_of_the_code_names_every_module():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    modules = [p.name for p in (ROOT / "ntkgp").rglob("*.py") if p.name != "__init__.py" and "priors" not in p.parts]
+    assert [name for name in modules if name not in text and name not in ("ntk.py", "mean.py")] == []
