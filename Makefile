@@ -35,6 +35,7 @@ suite: $(VENV)/.ready  ## every test, with coverage
 
 bench-kernel: $(VENV)/.ready  ## the tangent kernel beside laplace-torch and neural-tangents; a table in benchmarks/results/
 	@test -n "$$(ls -A $(PEERS) 2>/dev/null)" || bash ../shared/peers/setup $(PEERS)
+	@test -d $(PEERS)/asdl || $(PEERS)/laplace/bin/pip install --quiet --no-deps --target $(PEERS)/asdl asdfghjkl==0.1a4
 	@$(BIN)/python benchmarks/kernel.py --peers $(PEERS)
 
 clean:  ## remove what the targets made, the environments included

@@ -14,7 +14,9 @@ from ntkgp.linearization.graph import Trace, Use
 from ntkgp.linearization.rules import RuleFailed, apply_rule
 from ntkgp.linearization.snapshot import Snapshot
 
-__all__ = ["Analysis", "capture", "fallback_jacobian"]
+__all__ = ["Analysis", "Workspace", "capture", "fallback_jacobian"]
+
+Workspace = dict[int, Tensor]  # cotangents by node
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ def capture(
     seeds: Tensor,
     differentiable: bool = False,
     into: Features | None = None,
+    work: Workspace | None = None,
 ) -> Features:
     r"""Return the features of the parameters that rules cover.
 
@@ -58,6 +61,7 @@ def capture(
         seeds: what to differentiate, (C, outputs): the identity for J itself.
         differentiable: keep the features differentiable in the inputs.
         into: where to write large parts of the features.
+        work: where to keep cotangents from one batch to the next; they are overwritten, so features must be copied.
     """
     uses = analysis.covered()
     C, n = seeds.shape[0], f.shape[0]
@@ -77,7 +81,7 @@ def capture(
                 columns[node].append(g)
             else:
                 if c == 0:
-                    G[node] = g.new_empty(n, C, *g.shape[1:])
+                    G[node] = _room(work, node, (n, C, *g.shape[1:]), g)
                 G[node][:, c] = g
     if differentiable:
         G = {node: torch.stack(parts, 1) for node, parts in columns.items()}
@@ -94,6 +98,14 @@ def capture(
             for name, part in _pull_back(net, trace, use, factor, differentiable):
                 factors[name].append((use.node, part))
         return Features.assemble(n, C, {name: parts for name, parts in factors.items() if parts}, into)
+
+
+def _room(work: Workspace | None, node: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    if work is None:
+        return like.new_empty(shape)
+    if node not in work or work[node].shape[0] < shape[0]:
+        work[node] = like.new_empty(shape)
+    return work[node][: shape[0]]
 
 
 def _is_output(use: Use, trace: Trace, f: Tensor) -> bool:

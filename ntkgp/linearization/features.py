@@ -66,6 +66,11 @@ class Features:
         """A tensor of the right dtype and device."""
         return next(t for t in self.tensors() if t.is_floating_point())
 
+    @property
+    def form(self) -> tuple:
+        """Which parameters are held in which way."""
+        return tuple((b.weight, b.bias) for b in self.blocks), tuple(tuple(d.columns) for d in self.dense)
+
     def tensors(self) -> Iterator[Tensor]:
         """Yield every tensor held."""
         for block in self.blocks:
@@ -109,7 +114,7 @@ class Features:
         return Features(n, self.num_outputs, blocks, dense)
 
     def copy_(self, other: "Features") -> None:
-        """Take over the numbers of ``other``, except where they were written in place already."""
+        """Take over the numbers of ``other``, of the same form, except where they were written in place already."""
         for mine, theirs in zip(self.tensors(), other.tensors(), strict=True):
             if mine.data_ptr() != theirs.data_ptr():
                 mine.copy_(theirs)

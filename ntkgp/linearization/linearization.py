@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ntkgp.linearization.cache import InputCache
-from ntkgp.linearization.capture import Analysis, capture, fallback_jacobian
+from ntkgp.linearization.capture import Analysis, Workspace, capture, fallback_jacobian
 from ntkgp.linearization.features import Features
 from ntkgp.linearization.graph import Trace, trace
 from ntkgp.linearization.inputs import Input, batch_size, leaves, map_leaves, rebuild, take, validate_input
@@ -176,22 +176,27 @@ class Linearization:
         bytes_each = analysis.cotangents * (self.num_outputs + 1) * self.theta.element_size()
         batch = max(2, _CAPTURE_BYTES // max(1, bytes_each))
         n = batch_size(x)
-        first = self._capture(take(x, slice(batch)))
         if n <= batch:
-            return first
-        features = first.allocate(n)
-        features[:batch].copy_(first)
-        for start in range(batch, n, batch):
+            return self._capture(x)
+        features = self._pilot(x).allocate(n)
+        work: Workspace = {}
+        for start in range(0, n, batch):
             place = features[start : start + batch]
-            place.copy_(self._capture(take(x, slice(start, start + batch)), into=place))
+            part = self._capture(take(x, slice(start, start + batch)), into=place, work=work)
+            if part.form != place.form:  # batches of different sizes are computed in different ways
+                return Features(n, self.num_outputs, (), ()).joined(self.jacobian(x), self._sizes)
+            place.copy_(part)
         return features
 
     def pilot(self) -> Features:
         """Return the features of two examples like those seen last: their sizes tell the cost of many."""
         self._seen("the size of features")
-        shapes = next(reversed(self._examples))
+        return self._pilot(next(reversed(self._examples.values())))
+
+    def _pilot(self, x: Input) -> Features:
+        shapes = _shapes(x)
         if shapes not in self._pilots:
-            self._pilots[shapes] = self.features(self._examples[shapes])
+            self._pilots[shapes] = self._capture(self._examples[shapes])
         return self._pilots[shapes]
 
     @property
@@ -266,7 +271,9 @@ class Linearization:
             )
         return next(iter(self._analyses.values()))
 
-    def _capture(self, x: Input, differentiable: bool = False, into: Features | None = None) -> Features:
+    def _capture(
+        self, x: Input, differentiable: bool = False, into: Features | None = None, work: Workspace | None = None
+    ) -> Features:
         n = batch_size(x)
         pair = x if n > 1 else map_leaves(lambda leaf: leaf.expand(2, *leaf.shape[1:]), x)
         with self._net.differentiable(), torch.enable_grad():
@@ -274,11 +281,10 @@ class Linearization:
             t = trace(f, leaves(pair))
             analysis = self._analysis_of(pair, t)
             into = into if n > 1 else None
-            features = capture(self._net, f, t, analysis, self._basis(f), differentiable, into)[:n]
+            features = capture(self._net, f, t, analysis, self._basis(f), differentiable, into, work)[:n]
         if analysis.fallback:
             J = self._by_example(x, analysis.fallback, differentiable)
-            sizes = dict(zip(self.layout.names, self.layout.sizes, strict=True))
-            features = features.joined(J, {name: sizes[name] for name in analysis.fallback})
+            features = features.joined(J, {name: self._sizes[name] for name in analysis.fallback})
         return features
 
     def _analysis_of(self, x: Input, t: Trace) -> Analysis:
@@ -295,6 +301,10 @@ class Linearization:
                 analysis = replace(known, structure=t.structure, uses=(), fallback=self.layout.names)
             self._analyses[key] = analysis
         return self._analyses[key]
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return dict(zip(self.layout.names, self.layout.sizes, strict=True))
 
     def _by_example(self, x: Input, names: Sequence[str], differentiable: bool) -> Tensor:  # (N, C, p)
         parameters = [self._net.parameters[name] for name in names]

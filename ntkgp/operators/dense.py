@@ -15,7 +15,8 @@ from ntkgp.priors import Covariance
 __all__ = ["gram", "point_blocks"]
 
 _TILE = 1000  # side of a tile: its parts stay in the caches while terms are added
-_LEAF = 250  # side of the squares on the diagonal
+_LEAF = 250  # side of the squares on the diagonal, of which half is wasted
+_HEAVY = 1000  # multiplications for an entry from which smaller squares, half as large, pay
 _MIRROR = 500  # side of the squares that are transposed at a time
 
 
@@ -40,7 +41,8 @@ def gram(
             K = K + term.tile(*everything)
         return K
     K = empty((N * C, M * C), F1.like) if out is None else out
-    step, leaf = max(1, _TILE // C), max(1, _LEAF // C)
+    heavy = sum(term.depth for term in parts) > _HEAVY
+    step, leaf = max(1, _TILE // C), max(1, _LEAF // (2 if heavy else 1) // C)
     work = K.new_empty(min(step, N) * min(step, M) * C * C)
     for rows, cols in _triangle(0, N, leaf, step) if symmetric else _rectangle((0, N), (0, M), step):
         tile = K[rows.start * C : rows.stop * C, cols.start * C : cols.stop * C]

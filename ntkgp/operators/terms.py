@@ -22,6 +22,10 @@ __all__ = ["Term", "terms"]
 class Term(Protocol):
     """One summand of K, by points: row n C + c of the matrix is output c of point n."""
 
+    @property
+    def depth(self) -> int:
+        """Multiplications for one entry of K."""
+
     def tile(self, rows: slice, cols: slice) -> Tensor:  # (n C, m C)
         """Return the share of these points."""
 
@@ -39,6 +43,11 @@ class DenseTerm:
     J1: Tensor  # (N, C, p)
     J2: Tensor  # (M, C, p), S₀ applied up to s
     s: Tensor  # ()
+
+    @property
+    def depth(self) -> int:
+        """Multiplications for one entry of K."""
+        return self.J1.shape[-1]
 
     def tile(self, rows: slice, cols: slice) -> Tensor:  # (n C, m C)
         """Return the share of these points."""
@@ -67,6 +76,11 @@ class OuterTerm:
     b: Tensor  # variance of the bias, ()
     G1: Tensor  # (N, C, d_out)
     G2: Tensor  # (M, C, d_out)
+
+    @property
+    def depth(self) -> int:
+        """Multiplications for one entry of K."""
+        return self.G1.shape[-1]
 
     @cached_property
     def inputs(self) -> Tensor:  # (N, M)
@@ -113,6 +127,11 @@ class SharedTerm:
     b: Tensor  # variance of the bias, ()
     G: Tensor  # (C, C)
 
+    @property
+    def depth(self) -> int:
+        """Multiplications for one entry of K."""
+        return 1
+
     @cached_property
     def inputs(self) -> Tensor:  # (N, M)
         """The left Kronecker factor, one number for a pair of points."""
@@ -154,6 +173,11 @@ class PositionsTerm:
     G1: Tensor  # (N, C, T, d_out)
     G2: Tensor  # (M, C, T, d_out)
 
+    @property
+    def depth(self) -> int:
+        """Multiplications for one entry of K."""
+        return self.G1.shape[-1] * self.G1.shape[-2] ** 2
+
     def tile(self, rows: slice, cols: slice) -> Tensor:  # (n C, m C)
         """Return the share of these points, a few rows at a time: pairs of positions take T² the space."""
         G1, A1, G2, A2 = self.G1[rows], self.A1[rows], self.G2[cols], self.A2[cols]
@@ -189,6 +213,11 @@ class UnitTerm:
     s: Tensor  # (d_out, d_in)
     G1: Tensor  # (N, C, d_out)
     G2: Tensor  # (M, C, d_out)
+
+    @property
+    def depth(self) -> int:
+        """Multiplications for one entry of K."""
+        return self.G1.shape[-1]
 
     def tile(self, rows: slice, cols: slice) -> Tensor:  # (n C, m C)
         """Return the share of these points."""

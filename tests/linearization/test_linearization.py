@@ -80,6 +80,24 @@ def test_many_examples_are_captured_in_batches(name, monkeypatch):
     assert relative_error(lin.vjp(x, u), torch.einsum("ncp,nc->p", J, u)) < 1e-10
 
 
+def test_a_network_that_computes_large_batches_otherwise_is_still_exact(float64, monkeypatch):
+    class TwoWays(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(3, 2))
+
+        def forward(self, x):
+            return x @ self.w if len(x) != 3 else torch.stack([row @ self.w for row in x])
+
+    net, x = TwoWays(), torch.randn(8, 3)
+    lin = Linearization(net, example=x)
+    monkeypatch.setattr(
+        "ntkgp.linearization.linearization._CAPTURE_BYTES", 3 * 8 * lin._analyses[((3,),)].cotangents * 3
+    )
+    assert relative_error(lin.features(x).jacobian(lin.layout), dense_jacobian(net, x, ["w"])) < 1e-12
+    assert relative_error(lin.features(x[:3]).jacobian(lin.layout), dense_jacobian(net, x[:3], ["w"])) < 1e-12
+
+
 def test_selected_outputs_and_their_sums(float64):
     net, x = BY_NAME["lenet"].build()
     lin = Linearization(net, example=x)
