@@ -337,7 +337,8 @@ def main() -> None:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     ).stdout.strip()
-    title = f"`make bench-kernel` at commit {commit}, seed 0, {machine()}; {(time.perf_counter() - start) / 60:.0f} minutes."
+    minutes = (time.perf_counter() - start) / 60
+    title = f"`make bench-kernel` at commit {commit}, seed 0, {machine()}; {minutes:.0f} minutes."
     text = f"# The kernel beside its peers\n\n{title} Medians; ratios are theirs over ours.\n\n{table}\n"
     print(text)
     results = HERE / "results"

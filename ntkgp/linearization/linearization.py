@@ -173,7 +173,7 @@ class Linearization:
         if _wants_grad(x):
             return self._capture(x, differentiable=True)
         x = map_leaves(Tensor.detach, x)
-        bytes_each = analysis.cotangents * (self.num_outputs + 1) * self.theta.element_size()
+        bytes_each = analysis.cotangents * (self.num_outputs + 1) * self.dtype.itemsize
         batch = max(2, _CAPTURE_BYTES // max(1, bytes_each))
         n = batch_size(x)
         if n <= batch:
@@ -248,7 +248,7 @@ class Linearization:
 
     def converted(self, convert: Callable[[nn.Module], nn.Module]) -> "Linearization":
         """Return the linearisation of a copy that ``convert`` moved to another dtype or device."""
-        pilot = next(convert(nn.ParameterList([self.theta[:1]])).parameters())
+        pilot = next(convert(nn.ParameterList([torch.empty(0, dtype=self.dtype, device=self.device)])).parameters())
         if (pilot.dtype, pilot.device) == (self.dtype, self.device):
             return self
         new = copy(self)

@@ -14,6 +14,7 @@ from ntkgp.linearization.factors import Outer
 
 __all__ = ["Cost", "Plan", "make_plan"]
 
+_RESULT = "K"
 _CALIBRATION = 1024  # side of the matrices that are timed to learn how fast the machine is
 
 
@@ -116,10 +117,12 @@ def make_plan(lin: Linearization, n1: int, n2: int | None, engine: str, memory_b
         if engine not in counted:
             raise ValueError(f"engine must be auto, {' or '.join(counted)}, but is {engine!r}")
         return Plan(engine, "forced", tuple(counted[engine]), rates)
-    flops = {name: sum(cost.flops for cost in costs) for name, costs in counted.items()}
+    fits = {name: costs for name, costs in counted.items() if name in _TILED or _held(costs) <= memory_budget}
+    flops = {name: sum(cost.flops for cost in costs) for name, costs in fits.items()}
     best = min(flops, key=lambda name: flops[name])
-    others = ", ".join(f"{name} {value / flops[best]:.3g}x" for name, value in flops.items() if name != best)
-    return Plan(best, f"fewest operations; {others}", tuple(counted[best]), rates)
+    others = [f"{name} {value / flops[best]:.3g}x" for name, value in flops.items() if name != best]
+    others += [f"{name} needs {_held(counted[name]) / 1e9:.3g} GB" for name in counted if name not in fits]
+    return Plan(best, f"fewest operations; {', '.join(others)}", tuple(counted[best]), rates)
 
 
 def _layerwise(lin: Linearization, n1: int, n2: int | None, memory_budget: int) -> list[Cost]:
@@ -160,6 +163,14 @@ def _products(lin: Linearization, n1: int, n2: int | None, memory_budget: int) -
 _COUNTS = {"layerwise": _layerwise, "jacobian": _jacobian, "products": _products}
 
 
+_TILED = ("layerwise", "products")  # engines that keep to any budget
+
+
+def _held(costs: list[Cost]) -> float:
+    """Bytes beside the result."""
+    return sum(cost.bytes for cost in costs if cost.layer != _RESULT)
+
+
 def _capture(lin: Linearization, n: float) -> Cost:
     """One forward pass, and for each output a backward pass and the products that contract positions."""
     C = lin.num_outputs
@@ -197,4 +208,4 @@ def _dense_widths(lin: Linearization, F: Features) -> dict[str, int]:
 
 
 def _result(F: Features, n1: int, n2: int | None) -> Cost:
-    return Cost("K", "write", 0, n1 * (n2 or n1) * F.num_outputs**2 * F.like.element_size())
+    return Cost(_RESULT, "write", 0, n1 * (n2 or n1) * F.num_outputs**2 * F.like.element_size())

@@ -254,13 +254,23 @@ def terms(F1: Features, F2: Features, S: Mapping[str, Covariance]) -> list[Term]
 def _dense_term(F1: DenseBlock, F2: DenseBlock, S: dict[str, Covariance]) -> Term:
     everything = len(S) == len(F1.columns)
     J1 = F1.J if everything else torch.cat([F1.J[..., F1.columns[name]] for name in S], dim=-1)
-    scales = [cov.s if isinstance(cov, Uniform) else None for cov in S.values()]
-    first = scales[0]
-    if first is not None and all(s is first or (s is not None and torch.equal(s, first)) for s in scales):
+    s = _common_variance(list(S.values()))
+    if s is not None:
         J2 = F2.J if everything else torch.cat([F2.J[..., F2.columns[name]] for name in S], dim=-1)
-        return DenseTerm(J1, J2, first)
+        return DenseTerm(J1, J2, s)
     J2 = torch.cat([cov.apply(F2.J[..., F2.columns[name]]) for name, cov in S.items()], dim=-1)
     return DenseTerm(J1, J2, J2.new_ones(()))
+
+
+def _common_variance(S: list[Covariance]) -> Tensor | None:
+    """Return s if all covariances are s I, and no gradient has to tell them apart."""
+    variances = [cov.s for cov in S if isinstance(cov, Uniform)]
+    if len(variances) < len(S):
+        return None
+    learnt = torch.is_grad_enabled() and any(s.requires_grad for s in variances)
+    first = variances[0]
+    same = all(s is first for s in variances) or (not learnt and all(torch.equal(s, first) for s in variances))
+    return first if same else None
 
 
 def _block_terms(block1: Block, block2: Block, S: Mapping[str, Covariance]) -> list[Term]:

@@ -93,6 +93,18 @@ def test_every_prior_gives_its_own_gram(name, prior_name, float64):
         assert_close(z, t, rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.parametrize("name", ["lenet", "norms"])
+def test_groups_with_equal_precisions_keep_their_own_gradients(name, float64):
+    net, x = BY_NAME[name].build()
+    lin = Linearization(net, example=x)
+    prior = priors.Grouped(lin)
+    J = lin.jacobian(x)
+    W = torch.randn(J.shape[0] * J.shape[1], J.shape[0] * J.shape[1])
+    truth = torch.autograd.grad((dense_gram(J, prior.covariance().to_dense()) * W).sum(), prior.raw_precision)
+    found = torch.autograd.grad((NTKKernel(lin, prior).operator(x).to_dense() * W).sum(), prior.raw_precision)
+    assert_close(found, truth, rtol=1e-8, atol=1e-8)
+
+
 def test_group_grams_are_cached_and_the_network_is_not_differentiated_again(float64, monkeypatch):
     net, x = BY_NAME["lenet"].build()
     lin = Linearization(net, example=x)

@@ -106,6 +106,12 @@ def test_many_outputs_of_a_small_network_are_better_computed_by_products():
     assert forced.reason == "forced"
 
 
+def test_an_engine_that_does_not_fit_the_budget_is_not_chosen():
+    lin = Linearization(nn.Linear(2, 1), example=torch.randn(2, 2))
+    plan = NTKKernel(lin, priors.Isotropic(lin), memory_budget=100).plan(50)
+    assert "jacobian needs 6e-07 GB" in plan.reason
+
+
 def test_unknown_engines_and_empty_plans_are_refused():
     lin = Linearization(nn.Linear(2, 1), example=torch.randn(2, 2))
     with pytest.raises(ValueError, match="engine must be auto, layerwise or jacobian or products, but is 'fast'"):
