@@ -192,6 +192,25 @@ def test_slices_of_the_operator_stay_lazy(index, float64, monkeypatch):
     assert_close((part @ torch.eye(part.shape[-1])).detach(), K[index])
 
 
+def test_gradients_pass_through_lazy_slices_and_their_transposes(float64):
+    net, x = BY_NAME["mlp"].build()
+    lin = Linearization(net, example=x)
+    prior = priors.Grouped(lin)
+    J, V = lin.jacobian(x), torch.randn(5, 2)
+    K = dense_gram(J, prior.covariance().to_dense())
+    part = NTKKernel(lin, prior).operator(x)[2:9, 1:6]
+    truth = torch.autograd.grad((K[2:9, 1:6] @ V).square().sum(), prior.raw_precision)[0]
+    found = torch.autograd.grad((part @ V).square().sum(), prior.raw_precision)[0]
+    assert_close(found, truth, rtol=1e-8, atol=1e-8)
+    assert_close(numbers(part.mT @ torch.eye(7)), numbers(K)[2:9, 1:6].mT)
+    assert_close(numbers(part[1:3].to_dense()), numbers(K)[3:5, 1:6])
+
+
+def numbers(K):
+    """The numbers alone."""
+    return K.detach()
+
+
 def test_batches_of_inputs_and_of_precisions_broadcast(float64):
     net, _ = BY_NAME["mlp"].build()
     lin = Linearization(net)
