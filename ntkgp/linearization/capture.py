@@ -9,7 +9,6 @@ from torch.autograd import grad
 from torch.autograd.graph import GradientEdge
 
 from ntkgp.linearization.factors import Dense, Factor
-from ntkgp.linearization.features import Features
 from ntkgp.linearization.graph import Trace, Use
 from ntkgp.linearization.rules import RuleFailed, apply_rule
 from ntkgp.linearization.snapshot import Snapshot
@@ -45,10 +44,9 @@ def capture(
     analysis: Analysis,
     seeds: Tensor,
     differentiable: bool = False,
-    into: Features | None = None,
     work: Workspace | None = None,
-) -> Features:
-    r"""Return the features of the parameters that rules cover.
+) -> dict[str, list[tuple[int, Factor]]]:
+    r"""Return, for each parameter that rules cover, the node and the factor of each of its uses.
 
     One backward pass for each row of ``seeds`` gives the cotangents of all uses at once: examples do not mix, so the
     cotangents of all N come from a single pass over the sum of their outputs.
@@ -60,7 +58,6 @@ def capture(
         analysis: what is known about this graph.
         seeds: what to differentiate, (C, outputs): the identity for J itself.
         differentiable: keep the features differentiable in the inputs.
-        into: where to write large parts of the features.
         work: where to keep cotangents from one batch to the next; they are overwritten, so features must be copied.
     """
     uses = analysis.covered()
@@ -97,7 +94,7 @@ def capture(
                 factor = replace(factor, shared=True)
             for name, part in _pull_back(net, trace, use, factor, differentiable):
                 factors[name].append((use.node, part))
-        return Features.assemble(n, C, {name: parts for name, parts in factors.items() if parts}, into)
+    return {name: parts for name, parts in factors.items() if parts}
 
 
 def _room(work: Workspace | None, node: int, shape: tuple[int, ...], like: Tensor) -> Tensor:

@@ -20,6 +20,10 @@ class Dense:
         """Return J."""
         return self.J
 
+    def __getitem__(self, index: slice) -> "Dense":
+        """Return the examples that ``index`` selects."""
+        return Dense(self.J[index])
+
     def detach(self) -> "Dense":
         """Return the same numbers without their graph."""
         return Dense(self.J.detach())
@@ -86,6 +90,15 @@ class Outer:
             return out
         J = (G @ self.A).view(N, C, d_out, self.d_in)
         return (J.mT if self.transposed else J).flatten(-2)
+
+    def jvp(self, v: Tensor, b: Tensor | None) -> Tensor:  # (S, d_out d_in), (S, d_out) -> (S, N, C)
+        """Return the product with a change v of the weight, and b of the bias, S of them."""
+        d_out = self.G.shape[-1]
+        V = v.unflatten(-1, (self.d_in, d_out)) if self.transposed else v.unflatten(-1, (d_out, self.d_in)).mT
+        moved = V[:, self.inputs] if self.has_indices else self.inputs @ V.unsqueeze(1)  # (S, N, T, d_out)
+        moved = moved if b is None else moved + b[:, None, None]
+        G = self.G.expand(self.inputs.shape[0], -1, self.inputs.shape[1], -1)
+        return (G.flatten(2) @ moved.flatten(2).unsqueeze(-1)).squeeze(-1)
 
     def pairwise_is_cheaper(self) -> bool:
         """Compare, per pair of examples, multiplications in a Gram matrix of contracted gradients and of positions.

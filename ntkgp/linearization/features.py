@@ -107,6 +107,17 @@ class Features:
                 out[block.bias] = g.sum((0, 1))
         return out
 
+    def jvp(self, v: dict[str, Tensor]) -> Tensor:  # {name: (S, p)} -> (S, N, C)
+        """Return J v for S vectors, from the features alone."""
+        S = next(iter(v.values())).shape[0]
+        out = self.like.new_zeros(S, self.num_examples, self.num_outputs)
+        for dense in self.dense:
+            for name, columns in dense.columns.items():
+                out += torch.einsum("ncp,sp->snc", dense.J[..., columns], v[name])
+        for block in self.blocks:
+            out += block.outer.jvp(v[block.weight], None if block.bias is None else v[block.bias])
+        return out
+
     def allocate(self, n: int) -> "Features":
         """Return features like these with room for ``n`` examples."""
         blocks = tuple(replace(block, outer=block.outer.allocate(n)) for block in self.blocks)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ntkgp.linearization.cache import InputCache
 from ntkgp.linearization.capture import Analysis, Workspace, capture, fallback_jacobian
+from ntkgp.linearization.factors import Dense, Factor
 from ntkgp.linearization.features import Features
 from ntkgp.linearization.graph import Trace, trace
 from ntkgp.linearization.inputs import Input, batch_size, leaves, map_leaves, rebuild, take, validate_input
@@ -125,14 +126,15 @@ class Linearization:
             self._examples[shapes] = map_leaves(lambda leaf: leaf[:1].detach().repeat_interleave(2, 0), x)
         return self._analyses[shapes]
 
-    def __call__(self, x: Input) -> Tensor:  # (N, C)
-        """Return f(x; θ*); differentiable in x where x requires gradients."""
+    def __call__(self, x: Input, theta: Tensor | None = None) -> Tensor:  # (N, C)
+        """Return f(x; θ*), or the network itself at other weights (P,); differentiable in x if that asks for it."""
         analysis = self.learn(x)
+        at = None if theta is None else self.layout.split(theta)
         if _wants_grad(x):
             with self._net.differentiable():
-                return self._project(self._net(x))
+                return self._project(self._net(x, at))
         with torch.no_grad():
-            return torch.cat([self._project(self._net(part)) for part in _parts(x, _product_batch(analysis))])
+            return torch.cat([self._project(self._net(part, at)) for part in _parts(x, _product_batch(analysis))])
 
     def jvp(self, x: Input, v: Tensor) -> Tensor:  # (P,) or (S, P) -> (N, C) or (S, N, C)
         """Return J(x) v; differentiable in x and v where they require gradients."""
@@ -173,9 +175,7 @@ class Linearization:
         if _wants_grad(x):
             return self._capture(x, differentiable=True)
         x = map_leaves(Tensor.detach, x)
-        bytes_each = analysis.cotangents * (self.num_outputs + 1) * self.dtype.itemsize
-        batch = max(2, _CAPTURE_BYTES // max(1, bytes_each))
-        n = batch_size(x)
+        batch, n = self._capture_batch(analysis), batch_size(x)
         if n <= batch:
             return self._capture(x)
         features = self._pilot(x).allocate(n)
@@ -187,6 +187,26 @@ class Linearization:
                 return Features(n, self.num_outputs, (), ()).joined(self.jacobian(x), self._sizes)
             place.copy_(part)
         return features
+
+    def factors(self, x: Input) -> Iterator[tuple[slice, dict[str, list[Factor]]]]:
+        """Yield, for a few examples at a time, which they are and the factors of every use of each parameter.
+
+        This is what features are assembled from, before positions are contracted. Parameters without a rule have one
+        dense factor.
+        """
+        analysis = self.learn(x)
+        for start in range(0, batch_size(x), batch := self._capture_batch(analysis)):
+            part = take(map_leaves(Tensor.detach, x), slice(start, start + batch))
+            n = batch_size(part)
+            pair = part if n > 1 else map_leaves(lambda leaf: leaf.expand(2, *leaf.shape[1:]), part)
+            with self._net.differentiable(), torch.enable_grad():
+                f = self._net(pair)
+                t = trace(f, leaves(pair))
+                found = capture(self._net, f, t, self._analysis_of(pair, t), self._basis(f))
+            uses: dict[str, list[Factor]] = {name: [factor[:n] for _, factor in parts] for name, parts in found.items()}
+            for name in analysis.fallback:
+                uses[name] = [Dense(self._by_example(part, [name], False))]
+            yield slice(start, start + n), uses
 
     def pilot(self) -> Features:
         """Return the features of two examples like those seen last: their sizes tell the cost of many."""
@@ -234,6 +254,24 @@ class Linearization:
         selected.cache, selected._pilots = InputCache(), {}
         return selected
 
+    def restrict(self, parameters: Selection) -> "Linearization":
+        """Return the linearisation in some of the parameters alone; the others stay at θ*.
+
+        Args:
+            parameters: a predicate on (name, parameter), or a list of parameter or module names.
+        """
+        names = set(self.layout.names)
+        new = copy(self)
+        new._net = Snapshot(self._net.module, parameters)
+        extra = [name for name in new.layout.names if name not in names]
+        if extra:
+            raise ValueError(f"parameters names {extra}, which are not among those of this linearisation")
+        new._analyses, new._pilots, new._jvp, new.cache = {}, {}, None, InputCache()
+        examples, new._examples = self._examples, {}
+        for x in examples.values():
+            new.learn(x)
+        return new
+
     def to(self, *args: Any, **kwargs: Any) -> "Linearization":
         """Return the linearisation on another device or in another dtype (itself if nothing changes)."""
         return self.converted(lambda module: module.to(*args, **kwargs))
@@ -280,12 +318,17 @@ class Linearization:
             f = self._net(pair)
             t = trace(f, leaves(pair))
             analysis = self._analysis_of(pair, t)
-            into = into if n > 1 else None
-            features = capture(self._net, f, t, analysis, self._basis(f), differentiable, into, work)[:n]
+            factors = capture(self._net, f, t, analysis, self._basis(f), differentiable, work)
+            with torch.set_grad_enabled(differentiable):
+                features = Features.assemble(len(f), self.num_outputs, factors, into if n > 1 else None)[:n]
         if analysis.fallback:
             J = self._by_example(x, analysis.fallback, differentiable)
             features = features.joined(J, {name: self._sizes[name] for name in analysis.fallback})
         return features
+
+    def _capture_batch(self, analysis: Analysis) -> int:
+        bytes_each = analysis.cotangents * (self.num_outputs + 1) * self.dtype.itemsize
+        return max(2, _CAPTURE_BYTES // max(1, bytes_each))
 
     def _analysis_of(self, x: Input, t: Trace) -> Analysis:
         """Return what is known of this very graph; a network may compute a large batch in another way than a small."""

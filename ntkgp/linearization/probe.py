@@ -15,6 +15,7 @@ from torch.autograd import grad
 from torch.utils.flop_counter import FlopCounterMode
 
 from ntkgp.linearization.capture import Analysis, capture, fallback_jacobian
+from ntkgp.linearization.features import Features
 from ntkgp.linearization.graph import UNKNOWN, BatchAxis, Trace, Use, batch_axes, find_uses, trace
 from ntkgp.linearization.inputs import Input, batch_size, leaves, map_leaves, take
 from ntkgp.linearization.normalized import normalized_by
@@ -165,7 +166,7 @@ def _audited(net: Snapshot, x: Input, f: Tensor, t: Trace, analysis: Analysis, g
     }
     while True:
         try:
-            found = capture(net, f, t, analysis, seeds).vjp(u)
+            found = Features.assemble(len(f), len(seeds), capture(net, f, t, analysis, seeds)).vjp(u)
             break
         except RuleFailed as failure:
             analysis = replace(analysis, fallback=tuple(sorted({*analysis.fallback, *failure.use.target.parameters})))

@@ -295,6 +295,8 @@ def _block_terms(block1: Block, block2: Block, S: Mapping[str, Covariance]) -> l
         else:
             s = weight.s.view(o1.d_in, -1).mT if o1.transposed else weight.s.view(-1, o1.d_in)
             found.append(UnitTerm(o1.inputs[:, 0], o2.inputs[:, 0], s, o1.G[:, :, 0], o2.G[:, :, 0]))
+    elif weight is not None:
+        found.append(_contracted(o1, o2, weight))
     if bias is not None:
         n, m = o1.inputs.shape[0], o2.inputs.shape[0]
         J1, J2 = (replace(o, A=None).dense().expand(size, -1, -1) for o, size in ((o1, n), (o2, m)))

@@ -1,6 +1,6 @@
 """S₀, parameter by parameter and as one lazy matrix."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ntkgp.linearization.layout import ParameterLayout
 
-__all__ = ["Covariance", "Elementwise", "PriorCovariance", "Separable", "Uniform"]
+__all__ = ["Covariance", "Elementwise", "PriorCovariance", "Rotated", "Separable", "Uniform", "rows_times"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,19 @@ class Uniform:
     def apply(self, J: Tensor) -> Tensor:  # (*batch, ..., p) -> (*batch, ..., p)
         """Multiply the rows of J by the covariance."""
         return J * self.s[..., None, None]
+
+    def root(self) -> "Uniform":
+        """Return L with L Lᵀ the covariance."""
+        return Uniform(self.s.sqrt())
+
+    def inverse(self) -> "Uniform":
+        """Return the inverse."""
+        return Uniform(self.s.reciprocal())
+
+    @property
+    def mT(self) -> "Uniform":
+        """The transpose."""
+        return self
 
     def diagonal(self, size: int) -> Tensor:  # (*batch, p)
         """Return the variances."""
@@ -37,6 +50,19 @@ class Elementwise:
     def apply(self, J: Tensor) -> Tensor:  # (*batch, ..., p) -> (*batch, ..., p)
         """Multiply the rows of J by the covariance."""
         return J * self.s.unsqueeze(-2)
+
+    def root(self) -> "Elementwise":
+        """Return L with L Lᵀ the covariance."""
+        return Elementwise(self.s.sqrt())
+
+    def inverse(self) -> "Elementwise":
+        """Return the inverse."""
+        return Elementwise(self.s.reciprocal())
+
+    @property
+    def mT(self) -> "Elementwise":
+        """The transpose."""
+        return self
 
     def diagonal(self, size: int) -> Tensor:  # (*batch, p)
         """Return the variances."""
@@ -58,11 +84,27 @@ class Separable:
     def apply(self, J: Tensor) -> Tensor:  # (*batch, ..., p) -> (*batch, ..., p)
         """Multiply the rows of J by the covariance."""
         rows = J.unflatten(-1, (self.d_0, -1))
-        rows = rows if self.U is None else self.U.unsqueeze(-3) @ rows
+        rows = rows if self.U is None else self.U.mT.unsqueeze(-3) @ rows
         if self.V is None:
             return rows.flatten(-2)
         rows = rows.unflatten(-1, (-1, self.V.shape[-1]))
         return (rows @ self.V[..., None, None, :, :]).flatten(-3)
+
+    def root(self) -> "Separable":
+        """Return L with L Lᵀ the covariance, lower triangular."""
+        return self._mapped(torch.linalg.cholesky)
+
+    def inverse(self) -> "Separable":
+        """Return the inverse."""
+        return self._mapped(torch.linalg.inv)
+
+    @property
+    def mT(self) -> "Separable":
+        """The transpose."""
+        return self._mapped(lambda factor: factor.mT)
+
+    def _mapped(self, fn: Callable[[Tensor], Tensor]) -> "Separable":
+        return replace(self, U=None if self.U is None else fn(self.U), V=None if self.V is None else fn(self.V))
 
     def apply_left(self, G: Tensor) -> Tensor:  # (..., d_0) -> (..., d_0)
         """Multiply by U."""
@@ -86,8 +128,68 @@ class Separable:
         return torch.ones(n)
 
 
-Covariance = Uniform | Elementwise | Separable
+@dataclass(frozen=True)
+class Rotated:
+    r"""(Q ⊗ W) diag(m) (Q ⊗ W)ᵀ: variances m in a basis that is a Kronecker product, as Kronecker posteriors have."""
+
+    Q: Tensor  # (d_0, d_0)
+    W: Tensor  # (rest, rest)
+    m: Tensor  # (d_0, rest)
+
+    def apply(self, J: Tensor) -> Tensor:  # (..., p) -> (..., p)
+        """Multiply the rows of J by the covariance."""
+        rows = J.unflatten(-1, self.m.shape)
+        return (self.Q @ ((self.Q.mT @ rows @ self.W) * self.m) @ self.W.mT).flatten(-2)
+
+    def root(self) -> "RotatedRoot":
+        """Return L with L Lᵀ the covariance."""
+        return RotatedRoot(self.Q, self.W, self.m.sqrt())
+
+    def inverse(self) -> "Rotated":
+        """Return the inverse."""
+        return Rotated(torch.linalg.inv(self.Q).mT, torch.linalg.inv(self.W).mT, self.m.reciprocal())
+
+    @property
+    def mT(self) -> "Rotated":
+        """The transpose."""
+        return self
+
+    def diagonal(self, size: int) -> Tensor:  # (p,)
+        """Return the variances."""
+        return (self.Q.square() @ self.m @ self.W.square().mT).flatten()
+
+
+@dataclass(frozen=True)
+class RotatedRoot:
+    """(Q ⊗ W) diag(m), or its transpose."""
+
+    Q: Tensor  # (d_0, d_0)
+    W: Tensor  # (rest, rest)
+    m: Tensor  # (d_0, rest)
+    transposed: bool = False
+
+    def apply(self, J: Tensor) -> Tensor:  # (..., p) -> (..., p)
+        """Multiply the rows of J by the root."""
+        rows = J.unflatten(-1, self.m.shape)
+        if self.transposed:
+            return (self.Q @ (rows * self.m) @ self.W.mT).flatten(-2)
+        return ((self.Q.mT @ rows @ self.W) * self.m).flatten(-2)
+
+    @property
+    def mT(self) -> "RotatedRoot":
+        """The transpose."""
+        return replace(self, transposed=not self.transposed)
+
+
+Covariance = Uniform | Elementwise | Separable | Rotated
 _TENSORS = ("s", "U", "V")
+
+
+def rows_times(J: Tensor, S: Mapping[str, Any], layout: ParameterLayout) -> Tensor:  # (..., P) -> (..., P)
+    """Return J S for a matrix that is block diagonal over parameters."""
+    rows = J.reshape(-1, layout.num_params).split(layout.sizes, dim=-1)
+    parts = [S[name].apply(part) for name, part in zip(layout.names, rows, strict=True)]
+    return torch.cat(parts, dim=-1).view(J.shape)
 
 
 class PriorCovariance(LinearOperator):
