@@ -1,0 +1,31 @@
+"""p(y | f): residual r, curvature Λ and a root of it, moments, samples, and links."""
+
+from ntkgp.likelihoods.base import Expansion, Likelihood, Moments
+from ntkgp.likelihoods.blocks import SiteBlocks
+from ntkgp.likelihoods.counts import Poisson
+from ntkgp.likelihoods.factorized import FactorizedLikelihood, ScalarLikelihood
+from ntkgp.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
+from ntkgp.likelihoods.labels import Bernoulli, Categorical
+
+__all__ = [
+    "LIKELIHOODS",
+    "Bernoulli",
+    "Categorical",
+    "Expansion",
+    "FactorizedLikelihood",
+    "Gaussian",
+    "HeteroscedasticGaussian",
+    "Likelihood",
+    "Moments",
+    "Poisson",
+    "ScalarLikelihood",
+    "SiteBlocks",
+]
+
+LIKELIHOODS = {
+    "gaussian": Gaussian,
+    "heteroscedastic": HeteroscedasticGaussian,
+    "bernoulli": Bernoulli,
+    "categorical": Categorical,
+    "poisson": Poisson,
+}

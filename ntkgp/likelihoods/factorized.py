@@ -1,0 +1,107 @@
+"""Likelihoods that fall apart into sites: T independent observations a point, each of k outputs."""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import gpytorch
+from gpytorch.distributions import MultivariateNormal
+from gpytorch.utils.quadrature import GaussHermiteQuadrature1D
+from torch import Tensor
+from torch.distributions import Normal
+
+from ntkgp.likelihoods.base import Likelihood, point_marginals
+from ntkgp.likelihoods.blocks import from_sites, to_sites
+
+__all__ = ["FactorizedLikelihood", "ScalarLikelihood"]
+
+
+class FactorizedLikelihood(Likelihood):
+    """p(y | f) = Π_t p(y_t | f_t), f_t of k numbers: one label a point or one a pixel, the same code.
+
+    What a subclass writes sees sites only: y (..., T) and f (..., T, k).
+    """
+
+    @abstractmethod
+    def _log_prob(self, y: Tensor, f: Tensor) -> Tensor:  # (..., T), (..., T, k) -> (..., T)
+        """Return log p(y_t | f_t)."""
+
+    @abstractmethod
+    def _residual(self, y: Tensor, f: Tensor) -> Tensor:  # (..., T), (..., T, k) -> (..., T, k)
+        """Return its gradient in f_t."""
+
+    @abstractmethod
+    def _root(self, f: Tensor) -> Tensor:  # (..., T, k) -> (..., T, k, k)
+        """Return a root of its negative (expected) Hessian in f_t."""
+
+    @abstractmethod
+    def site_size(self, num_outputs: int) -> int:
+        """Return k."""
+
+    def log_prob(self, y: Tensor, f: Tensor) -> Tensor:  # (N, T), (..., N, C) -> (..., N)
+        """Return log p(y | f) of every point."""
+        return self._site_log_prob(y, f).sum(-1)
+
+    def residual(self, y: Tensor, f: Tensor) -> Tensor:  # (..., N, C)
+        """Return r."""
+        return from_sites(self._residual(y, self._sites(f)))
+
+    def site_root(self, y: Tensor, f: Tensor) -> Tensor:  # (..., N, T, k, k)
+        """Return R, site by site."""
+        return self._root(self._sites(f))
+
+    def validate(self, y: Tensor, num_outputs: int) -> Tensor:  # (N, ...) -> (N, T)
+        """Return the targets, one for each site.
+
+        Raises:
+            TypeError: if ``y`` is not a tensor or of the wrong dtype.
+            ValueError: if its shape or its values do not fit.
+        """
+        y = super().validate(y, num_outputs)
+        k = self.site_size(num_outputs)
+        if num_outputs % k:
+            raise ValueError(
+                f"the network has {num_outputs} outputs, but {type(self).__name__} needs a multiple of {k}"
+            )
+        T = num_outputs // k
+        if y.ndim == 0 or y.numel() != len(y) * T:
+            raise ValueError(f"y must hold {T} value{'s' * (T > 1)} for each point, but has shape {tuple(y.shape)}")
+        return y.reshape(len(y), T)
+
+    def _site_log_prob(self, y: Tensor, f: Tensor) -> Tensor:  # (..., N, T)
+        return self._log_prob(y, self._sites(f))
+
+    def _sites(self, f: Tensor) -> Tensor:  # (..., C) -> (..., T, k)
+        return to_sites(f, self.site_size(f.shape[-1]))
+
+
+class ScalarLikelihood(FactorizedLikelihood):
+    """One output a site: expectations under Gaussians are integrals over a line."""
+
+    def site_size(self, num_outputs: int) -> int:
+        """Return 1."""
+        return 1
+
+    def expected_log_prob(
+        self, observations: Tensor, function_dist: MultivariateNormal, *args: Any, **kwargs: Any
+    ) -> Tensor:  # (..., N)
+        """Return E[log p(y | f)] of every point; only the variances of its outputs matter."""
+        mean, blocks = point_marginals(function_dist)
+        y = self._by_point(observations, function_dist)
+        return self._expectation(lambda f: self._site_log_prob(y, f), mean, blocks).sum(-1)
+
+    def log_marginal(
+        self, observations: Tensor, function_dist: MultivariateNormal, *args: Any, **kwargs: Any
+    ) -> Tensor:  # (..., N)
+        """Return log E[p(y | f)] of every point."""
+        mean, blocks = point_marginals(function_dist)
+        if mean.shape[-1] > 1:  # correlated outputs
+            return super().log_marginal(observations, function_dist)
+        y = self._by_point(observations, function_dist)
+        return self._expectation(lambda f: self._site_log_prob(y, f).exp(), mean, blocks).sum(-1).log()
+
+    def _expectation(self, function: Callable[[Tensor], Tensor], mean: Tensor, blocks: Tensor) -> Tensor:
+        """Integrate a function of each output over its Gaussian."""
+        quadrature = GaussHermiteQuadrature1D(gpytorch.settings.num_gauss_hermite_locs.value())
+        std = blocks.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
+        return quadrature(function, Normal(mean, std, validate_args=False))
