@@ -1,0 +1,88 @@
+"""Kronecker factors of Jᵀ Λ J, layer by layer (Martens & Grosse 2015), with all C columns of the curvature's root."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ntkgp.linearization.factors import Factor, Outer
+
+__all__ = ["KroneckerBlock", "KroneckerFactors"]
+
+
+@dataclass
+class KroneckerBlock:
+    r"""G ⊗ A for one parameter, first its outputs, then its inputs; A is None for a bias and what has no inputs.
+
+    A weight that meets T inputs an example, as that of a convolution, is treated as if the T N meetings were
+    independent ("expand", Eschenhagen et al. 2023):
+
+    .. math:: \frac{1}{N T} \sum_{nt} g g^\top \otimes \sum_{nt} a a^\top
+    """
+
+    G: Tensor  # (atoms, d_out, d_out)
+    A: Tensor | None  # (d_in, d_in), the mean over examples and positions
+    transposed: bool = False  # the parameter is stored (d_in, d_out)
+
+
+@dataclass
+class KroneckerFactors:
+    """Factors of every parameter, summed over examples."""
+
+    blocks: dict[str, KroneckerBlock] = field(default_factory=dict)
+    num_examples: int = 0
+
+    def add(self, factors: dict[str, list[Factor]], weigh: list[Callable[[Tensor], Tensor]], n: int) -> None:
+        """Add the examples of a batch.
+
+        Args:
+            factors: for each parameter, the factors of its uses.
+            weigh: for each atom of Λ, what turns (n, C, p) into Rᵀ times it.
+            n: examples in the batch.
+        """
+        for name, uses in factors.items():
+            new = _block(uses, weigh, n)
+            old = self.blocks.get(name)
+            if old is None:
+                self.blocks[name] = new
+            else:
+                old.G += new.G
+                if old.A is not None and new.A is not None:
+                    old.A += new.A
+        self.num_examples += n
+
+    def finished(self) -> dict[str, KroneckerBlock]:
+        """Return the blocks, with the inputs' factor averaged."""
+        return {
+            name: KroneckerBlock(b.G, None if b.A is None else b.A / self.num_examples, b.transposed)
+            for name, b in self.blocks.items()
+        }
+
+
+def _block(uses: list[Factor], weigh: list[Callable[[Tensor], Tensor]], n: int) -> KroneckerBlock:
+    outers = [use for use in uses if isinstance(use, Outer)]
+    if len(outers) < len(uses) or outers[0].A is None:
+        J = torch.stack([use.dense().expand(n, -1, -1) for use in uses]).sum(0)
+        return KroneckerBlock(torch.stack([_square(w(J)) for w in weigh]), None)
+    T = sum(outer.positions if outer.positions > 1 or not outer.shared else 1 for outer in outers)
+    A = torch.stack([_inputs(outer) for outer in outers]).sum(0) / T
+    G = []
+    for w in weigh:
+        parts = []
+        for outer in outers:
+            cotangents = outer.G.expand(n, -1, -1, -1)
+            parts.append(_square(w(cotangents.flatten(2)).unflatten(-1, cotangents.shape[2:])))
+        G.append(torch.stack(parts).sum(0))
+    return KroneckerBlock(torch.stack(G), A, outers[0].transposed)
+
+
+def _inputs(outer: Outer) -> Tensor:  # Σ a aᵀ, (d_in, d_in)
+    if outer.has_indices:
+        return torch.bincount(outer.inputs.flatten(), minlength=outer.d_in).to(outer.G).diag()
+    return _square(outer.inputs)
+
+
+def _square(X: Tensor) -> Tensor:  # (..., d) -> (d, d)
+    X = X.flatten(0, -2)
+    return X.mT @ X
