@@ -1,7 +1,19 @@
 """Every trained network is locally a Gaussian process."""
 
-from ntkgp import priors
+from ntkgp import likelihoods, posteriors, priors
 from ntkgp.kernels import LinearizedMean, NTKKernel
 from ntkgp.linearization import Linearization
+from ntkgp.posteriors import Posterior, Prediction, fit, load
 
-__all__ = ["Linearization", "LinearizedMean", "NTKKernel", "priors"]
+__all__ = [
+    "Linearization",
+    "LinearizedMean",
+    "NTKKernel",
+    "Posterior",
+    "Prediction",
+    "fit",
+    "likelihoods",
+    "load",
+    "posteriors",
+    "priors",
+]

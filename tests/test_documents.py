@@ -12,13 +12,14 @@ SNIPPETS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), 
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda text: text.splitlines()[2][:30])
-def test_the_readmes_snippets_run(snippet, capsys):
+def test_the_readmes_snippets_run(snippet, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     exec(compile(snippet, "README.md", "exec"), {})
     assert capsys.readouterr().out
 
 
 def test_the_readme_has_snippets():
-    assert len(SNIPPETS) == 2
+    assert len(SNIPPETS) == 3
 
 
 def test_the_demo_prints_a_table_and_draws_a_figure(tmp_path):

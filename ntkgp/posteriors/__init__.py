@@ -1,0 +1,26 @@
+"""One posterior in two spaces: over functions at the training points, over weights, and structured ways between."""
+
+from ntkgp.posteriors import subnetworks, subsets
+from ntkgp.posteriors.base import Posterior
+from ntkgp.posteriors.diagonal import DiagonalPosterior
+from ntkgp.posteriors.fit import fit
+from ntkgp.posteriors.full import FullPosterior
+from ntkgp.posteriors.function_space import FunctionSpacePosterior
+from ntkgp.posteriors.kronecker import KroneckerPosterior
+from ntkgp.posteriors.low_rank import LowRankPosterior
+from ntkgp.posteriors.prediction import Prediction
+from ntkgp.posteriors.storage import load
+
+__all__ = [
+    "DiagonalPosterior",
+    "FullPosterior",
+    "FunctionSpacePosterior",
+    "KroneckerPosterior",
+    "LowRankPosterior",
+    "Posterior",
+    "Prediction",
+    "fit",
+    "load",
+    "subnetworks",
+    "subsets",
+]

@@ -1,0 +1,347 @@
+"""What every posterior offers: one protocol for both spaces and all structures."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import gpytorch
+import torch
+from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+from torch import Tensor
+
+from ntkgp.likelihoods import Likelihood, SiteBlocks
+from ntkgp.linearization import Features, Linearization
+from ntkgp.linearization.inputs import Input, batch_size, leaves, take
+from ntkgp.posteriors.mode import Certificate, Mode
+from ntkgp.posteriors.model import Chunk, LinearModel, join, split
+from ntkgp.posteriors.prediction import Latent, Prediction, predictive_of
+from ntkgp.priors import Prior
+from ntkgp.priors.covariance import rows_times
+
+__all__ = ["Posterior"]
+
+_PREDICT_BYTES = 256 << 20  # what the features of the points that are predicted together may take
+
+
+class Posterior(gpytorch.Module):
+    r"""q(θ) = N(θ* + δ, Σ), and with it q(f(x)) = N(f(x; θ*) + J(x) δ, J(x) Σ J(x)ᵀ).
+
+    Prior and likelihood are live: change a hyperparameter and the next call factorises again; the network is never
+    differentiated again on the training data.
+
+    Args:
+        model: the linear model on its training data.
+        prior: N(m₀, S₀).
+        likelihood: p(y | f).
+        shift: δ, the posterior mean of the weights less θ*; None for zero.
+        sites: R at the training points, if it is not that of the likelihood at f + J δ.
+    """
+
+    method: ClassVar[str]
+
+    def __init__(
+        self,
+        model: LinearModel,
+        prior: Prior,
+        likelihood: Likelihood,
+        shift: Tensor | None = None,
+        sites: SiteBlocks | None = None,
+    ) -> None:
+        super().__init__()
+        self.model, self.prior, self.likelihood = model, prior, likelihood
+        self.shift, self.sites = shift, sites
+        self.reason = ""  # why this method, if it was chosen for the user
+        self.certificate: Certificate | None = None  # how well a refined mean satisfies its equation
+        self.history: list[dict[str, Any]] = []  # one entry for each step of tuning
+        self._stamp: list[Tensor] = []
+        self._found: dict[str, Any] = {}
+
+    @property
+    def lin(self) -> Linearization:
+        """The linearised network."""
+        return self.model.lin
+
+    # What a structure defines
+
+    @abstractmethod
+    def _blocks(self, F: Features) -> Tensor:  # (n, C, C)
+        """Return the posterior covariance of each point's outputs."""
+
+    @abstractmethod
+    def _joint(self, F: Features) -> Tensor:  # (n C, n C)
+        """Return the posterior covariance of all points' outputs."""
+
+    @abstractmethod
+    def _log_det(self) -> Tensor:  # ()
+        """Return log |B|, differentiable in the hyperparameters."""
+
+    @abstractmethod
+    def _find_mode(self) -> Mode:
+        """Return the mode of the linear model under the current hyperparameters."""
+
+    @abstractmethod
+    def _centred_weights(self, n: int, generator: torch.Generator | None) -> Tensor:  # (n, P)
+        """Draw θ less its posterior mean."""
+
+    @abstractmethod
+    def _covariance_times(self, v: Tensor) -> Tensor:  # (P,) -> (P,)
+        """Return Σ v."""
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """What else the constructor takes."""
+        return {}
+
+    @property
+    def _bytes_per_point(self) -> int:
+        """What a predicted point takes beside its features."""
+        return 0
+
+    # q(f)
+
+    def latent(self, x: Input, joint: bool = False) -> MultivariateNormal:
+        """Return q(f(x)): of each point by itself, batch (N,) and event (C,), or of all points jointly.
+
+        Args:
+            x: N points. If ``joint``, leading dimensions (b, q, ...) give b distributions over q points each.
+            joint: whether to return the N x C values jointly, as a MultitaskMultivariateNormal.
+        """
+        with torch.no_grad():
+            if joint:
+                return self._joint_latent(x)
+            parts = list(self._latents(x))
+            mean, covariance = zip(*(part.gaussian for part in parts), strict=True)
+            return MultivariateNormal(torch.cat(mean), torch.cat(covariance))
+
+    def _latents(self, x: Input) -> Iterator[Latent]:
+        for part in self._predicted_together(x):
+            F = self.lin.features(part)
+            yield Latent(self._mean(part, F), _valid(self._blocks(F)))
+
+    def _mean(self, x: Input, F: Features) -> Tensor:  # (n, C)
+        f = self.lin(x)
+        return f if self.shift is None else f + F.jvp(split(self.lin, self.shift.unsqueeze(0)))[0]
+
+    def _joint_latent(self, x: Input) -> MultitaskMultivariateNormal:
+        extra = leaves(x)[0].ndim - leaves(self._example)[0].ndim
+        if extra > 1:
+            raise ValueError(f"x has {extra} dimensions too many: joint latents take (q, ...) or (b, q, ...)")
+        batches = [x] if extra == 0 else [take(x, i) for i in range(batch_size(x))]  # type: ignore[arg-type]
+        means, covariances = [], []
+        for points in batches:
+            F = self.lin.features(points)
+            means.append(self._mean(points, F))
+            covariances.append(_valid(self._joint(F)))
+        mean, covariance = torch.stack(means), torch.stack(covariances)
+        if extra == 0:
+            mean, covariance = mean[0], covariance[0]
+        return MultitaskMultivariateNormal(mean, covariance)
+
+    @property
+    def _example(self) -> Input:
+        return next(reversed(self.lin._examples.values()))
+
+    def _predicted_together(self, x: Input) -> Iterator[Input]:
+        self.lin.learn(x)
+        each = self.lin.pilot().nbytes // 2 + self._bytes_per_point
+        step = max(1, _PREDICT_BYTES // max(1, each))
+        for start in range(0, batch_size(x), step):
+            yield take(x, slice(start, start + step))
+
+    # p(y)
+
+    def predict(
+        self,
+        x: Input,
+        predictive: str = "glm",
+        link: str | None = None,
+        num_samples: int = 256,
+        generator: torch.Generator | None = None,
+    ) -> Prediction:
+        """Return the predictive distribution of y at each point.
+
+        Args:
+            x: the points, any number: they are batched here.
+            predictive: "glm" for the linear model, "bnn" for weight samples pushed through the network itself, "map"
+                for the network alone.
+            link: how the Gaussian over f becomes a distribution of y: "mc" by samples with the full C x C
+                covariance, "probit" and "bridge" in closed form where the likelihood has them; by default exact if
+                possible, "mc" otherwise.
+            num_samples: how many samples "mc" and "bnn" take.
+            generator: where randomness comes from; by default seed 0, so that predictions repeat.
+
+        Raises:
+            ValueError: if ``predictive`` or ``link`` is not known for this likelihood.
+        """
+        if predictive not in ("glm", "bnn", "map"):
+            raise ValueError(f'predictive must be "glm", "bnn" or "map", but is {predictive!r}')
+        generator = generator or torch.Generator(self.lin.device).manual_seed(0)
+        with torch.no_grad():
+            if predictive == "glm":
+                latents = self._latents(x)
+            elif predictive == "map":
+                latents = (Latent(samples=self.lin(part).unsqueeze(0)) for part in self._predicted_together(x))
+            else:
+                theta = self.sample_weights(num_samples, generator)
+                latents = (
+                    Latent(samples=torch.stack([self.lin(part, row) for row in theta]))
+                    for part in self._predicted_together(x)
+                )
+            return predictive_of(self.likelihood, latents, link, num_samples, generator)
+
+    # Samples
+
+    def sample_weights(self, n: int, generator: torch.Generator | None = None) -> Tensor:  # (n, P)
+        """Draw n weight vectors."""
+        if n < 1:
+            raise ValueError(f"n must be at least 1, but is {n}")
+        with torch.no_grad():
+            theta = self.lin.theta if self.shift is None else self.lin.theta + self.shift
+            return theta + self._centred_weights(n, generator)
+
+    def sample_functions(self, n: int, generator: torch.Generator | None = None) -> Callable[[Input], Tensor]:
+        """Draw n functions of the linear model: callables x -> (n, N, C)."""
+        moved = self.sample_weights(n, generator) - self.lin.theta
+
+        def functions(x: Input) -> Tensor:
+            with torch.no_grad():
+                parts = [
+                    self.lin(part) + self.lin.features(part).jvp(split(self.lin, moved))
+                    for part in self._predicted_together(x)
+                ]
+                return torch.cat(parts, dim=1)
+
+        return functions
+
+    # Evidence
+
+    def log_evidence(self, at: str = "linear_mode", curvature_at: str = "map") -> Tensor:  # ()
+        r"""Return the Laplace evidence log p(y | f_lin(θ)) − ½ ‖θ − m₀‖²_{S₀⁻¹} − ½ log |B|.
+
+        Differentiable in the hyperparameters of prior and likelihood. At the linear mode the first two terms are
+        stationary in θ, so their gradient is that at fixed θ.
+
+        Args:
+            at: "linear_mode" for θ_⋆, exact for Gaussian likelihoods; "map" for θ*, as MacKay has it.
+            curvature_at: where Λ in B is evaluated: "map" for where this posterior has it, or "linear_mode".
+        """
+        if at not in ("linear_mode", "map"):
+            raise ValueError(f'at must be "linear_mode" or "map", but is {at!r}')
+        if curvature_at not in ("linear_mode", "map"):
+            raise ValueError(f'curvature_at must be "linear_mode" or "map", but is {curvature_at!r}')
+        delta = torch.zeros_like(self.lin.theta) if at == "map" else self.linear_mode().delta
+        posterior = self if curvature_at == "map" else self._at(self.linear_mode().delta)
+        return self._log_joint(delta) - posterior._log_det() / 2
+
+    def _log_joint(self, delta: Tensor) -> Tensor:  # ()
+        """Return log p(y | f_lin(θ)) − ½ ‖θ − m₀‖²_{S₀⁻¹} at θ = θ* + δ."""
+        value = -self._penalty(delta) / 2
+        for chunk in self.model:
+            value = value + chunk.log_prob(self.likelihood, self._moved(chunk, delta))
+        return value
+
+    def _penalty(self, delta: Tensor) -> Tensor:  # ()
+        distance = self.lin.theta + delta - self.prior.mean
+        precision = {name: cov.inverse() for name, cov in self.prior.covariances().items()}
+        return distance @ rows_times(distance, precision, self.lin.layout)
+
+    def _moved(self, chunk: Chunk, delta: Tensor | None) -> Tensor:  # (n, C)
+        return chunk.f if delta is None else chunk.f + chunk.F.jvp(split(self.lin, delta.unsqueeze(0)))[0]
+
+    def _site_root(self, chunk: Chunk) -> SiteBlocks:
+        """Return R at the points of a chunk."""
+        if self.sites is not None:
+            return self.sites[chunk.points]
+        return self.likelihood.expand(chunk.data.y, self._moved(chunk, self.shift), chunk.data.weights).R
+
+    def _gradient(self, delta: Tensor, residual: Callable[[Chunk, Tensor], Tensor] | None = None) -> Tensor:  # (P,)
+        """Return Jᵀ r − S₀⁻¹(θ − m₀) at θ = θ* + δ, with r the likelihood's, or what ``residual`` says."""
+        precision = {name: cov.inverse() for name, cov in self.prior.covariances().items()}
+        g = -rows_times(self.lin.theta + delta - self.prior.mean, precision, self.lin.layout)
+        for chunk in self.model:
+            f = self._moved(chunk, delta)
+            if residual is None:
+                r = self.likelihood.expand(chunk.data.y, f, chunk.data.weights).r
+            else:
+                r = residual(chunk, f)
+            g = g + join(self.lin, chunk.F.vjp(r))
+        return g
+
+    def linear_mode(self) -> Mode:
+        """Return θ_⋆ − θ*, the mode of the linear model, with its certificate."""
+        return self._current("mode", self._found_mode)
+
+    def _found_mode(self) -> Mode:
+        with torch.no_grad():
+            return self._find_mode()
+
+    # Tuning and refinement
+
+    def tune(self, at: str = "linear_mode", validation: Any = None, **options: Any) -> Self:
+        """Maximise the evidence, or a score on validation data, over the hyperparameters; see :func:`tune`."""
+        from ntkgp.posteriors.tuning import tune  # it knows posteriors, so it cannot come before them
+
+        return tune(self, at, validation, **options)
+
+    def refine(self, method: str = "laplace", **options: Any) -> Self:
+        """Return a new posterior, with its own prior and likelihood, whose mean is that of the linear model.
+
+        Args:
+            method: "laplace" for the mode θ_⋆ with Λ there; "variational" for the Gaussian that minimises the
+                Kullback-Leibler divergence, K⁻¹(m − μ₀) = E_q[r] and S = (K⁻¹ + E_q[Λ])⁻¹.
+            options: of the variational method.
+        """
+        if method == "laplace":
+            mode = self.linear_mode()
+            refined = self._at(mode.delta, deepcopy(self.prior), deepcopy(self.likelihood))
+            refined.certificate = mode.certificate
+            return refined
+        if method == "variational":
+            from ntkgp.posteriors.variational import refine_variationally
+
+            return refine_variationally(self, **options)
+        raise ValueError(f'method must be "laplace" or "variational", but is {method!r}')
+
+    def save(self, path: str | Path, overwrite: bool = False) -> None:
+        """Write this posterior into a folder; see :func:`ntkgp.load`."""
+        from ntkgp.posteriors.storage import save
+
+        save(self, path, overwrite)
+
+    def _at(
+        self,
+        shift: Tensor | None,
+        prior: Prior | None = None,
+        likelihood: Likelihood | None = None,
+        sites: SiteBlocks | None = None,
+    ) -> Self:
+        """Return the same posterior with its mean, and Λ, elsewhere."""
+        return type(self)(self.model, prior or self.prior, likelihood or self.likelihood, shift, sites, **self._options)
+
+    # What follows from the hyperparameters, kept while they stay
+
+    def _current(self, key: str, make: Callable[[], Any]) -> Any:
+        now = [p.detach() for p in self.parameters()]
+        same = len(now) == len(self._stamp) and all(torch.equal(a, b) for a, b in zip(now, self._stamp, strict=True))
+        if not same:
+            self._stamp, self._found = [p.clone() for p in now], {}
+        if key not in self._found:
+            self._found[key] = make()
+        return self._found[key]
+
+
+def _valid(covariance: Tensor) -> Tensor:  # (..., d, d)
+    """Return a symmetric matrix without negative eigenvalues; only what rounding can do is repaired."""
+    covariance = (covariance + covariance.mT) / 2
+    if covariance.shape[-1] == 1:
+        return covariance.clamp(min=0)
+    bad = torch.linalg.cholesky_ex(covariance).info > 0
+    if bad.any():
+        values, vectors = torch.linalg.eigh(covariance[bad] if bad.ndim else covariance)
+        repaired = (vectors * values.clamp(min=0).unsqueeze(-2)) @ vectors.mT
+        if not bad.ndim:
+            return repaired
+        covariance = covariance.index_put((bad,), repaired)
+    return covariance

@@ -1,0 +1,210 @@
+"""The Gaussian-process view: everything through K and B = I + Rᵀ K R, at the training points."""
+
+from typing import Self
+
+import torch
+from torch import Tensor
+from torch.linalg import solve_triangular
+
+from ntkgp.likelihoods import Likelihood, SiteBlocks
+from ntkgp.linearization import Features
+from ntkgp.linearization.inputs import Input, leaves, rebuild
+from ntkgp.linearization.memory import empty
+from ntkgp.operators import gram, point_blocks
+from ntkgp.posteriors.base import Posterior
+from ntkgp.posteriors.capacitance import capacitance, capacitance_
+from ntkgp.posteriors.data import Data, checked
+from ntkgp.posteriors.mode import Mode, function_space_mode
+from ntkgp.posteriors.model import LinearModel
+from ntkgp.priors import Covariance, LinearPrior, Prior
+from ntkgp.priors.covariance import rows_times
+
+__all__ = ["FunctionSpacePosterior"]
+
+
+class FunctionSpacePosterior(Posterior):
+    r"""q(f(x)) with covariance K_** − K_*N R B⁻¹ Rᵀ K_N*, full kernel and full blocks Λ = R Rᵀ.
+
+    Fitting costs one Gram matrix and one Cholesky factorisation; a prediction one pass over x, one product with the
+    training features, and one triangular solve.
+
+    Args:
+        model: the linear model on training data in memory.
+        prior: N(m₀, S₀).
+        likelihood: p(y | f).
+        shift: δ; see :class:`Posterior`.
+        sites: R if it is not that of the likelihood at f + J δ.
+    """
+
+    method = "function"
+
+    def __init__(
+        self,
+        model: LinearModel,
+        prior: Prior,
+        likelihood: Likelihood,
+        shift: Tensor | None = None,
+        sites: SiteBlocks | None = None,
+    ) -> None:
+        super().__init__(model, prior, likelihood, shift, sites)
+        self._atoms: Tensor | None = None  # K_j of a linear prior, which no hyperparameter changes
+
+    def _blocks(self, F: Features) -> Tensor:  # (n, C, C)
+        V = self._whitened_cross(F)
+        V = V.unflatten(1, (F.num_examples, F.num_outputs)).movedim(0, -1).double()  # (n, C, N C)
+        # The difference may be small beside its terms, so it is formed in double precision.
+        difference = point_blocks(F, None, self.prior.covariances()).double() - V @ V.mT
+        return difference.to(F.like.dtype)
+
+    def _joint(self, F: Features) -> Tensor:  # (n C, n C)
+        V = self._whitened_cross(F).double()
+        return (gram(F, None, self.prior.covariances()).double() - V.mT @ V).to(F.like.dtype)
+
+    def _whitened_cross(self, F: Features) -> Tensor:  # L⁻¹ Rᵀ K_N*, (N C, n C)
+        S0 = self.prior.covariances()
+        L, R = self._factor()
+        K = torch.cat([gram(chunk.F, F, S0) for chunk in self.model])
+        return solve_triangular(L, R.mT @ K, upper=False)
+
+    @property
+    def _bytes_per_point(self) -> int:
+        C = self.lin.num_outputs
+        return 4 * len(self.model.data) * C * C * self.lin.dtype.itemsize
+
+    # K, R and B
+
+    def _root(self) -> SiteBlocks:  # (N, T, k, k)
+        return SiteBlocks(torch.cat([self._site_root(chunk).values for chunk in self.model]))
+
+    def _gram(self) -> Tensor:  # (N C, N C)
+        """Return K, differentiable in the prior; of a linear prior from K_j that are kept once gradients are asked."""
+        learning = torch.is_grad_enabled() and any(p.requires_grad for p in self.prior.parameters())
+        if isinstance(self.prior, LinearPrior) and (learning or self._atoms is not None):
+            if self._atoms is None:
+                with torch.no_grad():
+                    self._atoms = torch.stack([self._gram_under(atom) for atom in self.prior.atoms])
+            return torch.tensordot(self.prior.coefficients(), self._atoms, 1)
+        return self._gram_under(self.prior.covariances())
+
+    def _gram_under(self, S: dict[str, Covariance]) -> Tensor:  # (N C, N C)
+        """Return J S Jᵀ, chunk against chunk: where features are not kept, they are computed again for every pair."""
+        rows: list[list[Tensor]] = []
+        for chunk in self.model:
+            rows.append([])
+            for other in self.model:
+                if other.start == chunk.start:
+                    rows[-1].append(gram(chunk.F, None, S))
+                    break
+                rows[-1].append(gram(chunk.F, other.F, S))
+        if len(rows) == 1:
+            return rows[0][0]
+        lower = [[rows[max(i, j)][min(i, j)] for j in range(len(rows))] for i in range(len(rows))]
+        return torch.cat(
+            [torch.cat([K if j <= i else K.mT for j, K in enumerate(row)], 1) for i, row in enumerate(lower)]
+        )
+
+    def _factor(self) -> tuple[Tensor, SiteBlocks]:
+        """Return the Cholesky factor of B, and R."""
+        return self._current("factor", self._factorise)
+
+    def _factorise(self) -> tuple[Tensor, SiteBlocks]:
+        with torch.no_grad():
+            R = self._root().detach()
+            B = capacitance_(self._gram(), R)
+            # Column-major and in place: a symmetric matrix is its own transpose.
+            L, info = torch.linalg.cholesky_ex(B.mT, out=(B.mT, torch.empty((), dtype=torch.int32, device=B.device)))
+            if info.item():
+                raise RuntimeError(
+                    f"B = I + RᵀKR lost positive definiteness in {B.dtype} (row {info.item()} of {len(B)}): "
+                    "use lin.double(), or a larger prior precision"
+                )
+            return L, R
+
+    def _log_det(self) -> Tensor:  # ()
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
+            L = torch.linalg.cholesky(capacitance(self._gram(), self._root()))
+        else:
+            L, _ = self._factor()
+        return 2 * L.diagonal().log().sum()
+
+    # The mode and samples
+
+    def _find_mode(self) -> Mode:
+        data, f = self.model.data, self.model.f()
+        start = self.prior.mean - self.lin.theta  # μ = f_lin(x; m₀)
+        mu = f if not start.any() else f + self.model.push(start.unsqueeze(0))[0]
+        alpha, certificate = function_space_mode(
+            self._gram(), f, mu, lambda at: self.likelihood.expand(data.y, at, data.weights)
+        )
+        return Mode(start + self._pulled(alpha.unsqueeze(0))[0], certificate)
+
+    def _pulled(self, u: Tensor) -> Tensor:  # S₀ Jᵀ u, (S, N, C) -> (S, P)
+        return rows_times(self.model.pull(u), self.prior.covariances(), self.lin.layout)
+
+    def _covariance_times(self, v: Tensor) -> Tensor:  # S₀ v − S₀ Jᵀ R B⁻¹ Rᵀ J S₀ v, (P,)
+        L, R = self._factor()
+        Sv = rows_times(v, self.prior.covariances(), self.lin.layout)
+        u = R.mT @ self.model.push(Sv.unsqueeze(0)).reshape(-1, 1)
+        u = R @ solve_triangular(L.mT, solve_triangular(L, u, upper=False), upper=True)
+        return Sv - self._pulled(u.view(1, -1, self.lin.num_outputs))[0]
+
+    def _centred_weights(self, n: int, generator: torch.Generator | None) -> Tensor:  # (n, P)
+        r"""Draw by Matheron's rule: θ₀ + S₀ Jᵀ R B⁻¹(ε − Rᵀ J θ₀), θ₀ ~ N(0, S₀), ε ~ N(0, I)."""
+        like, N, C = self.lin.theta, len(self.model.data), self.lin.num_outputs
+        z = torch.randn(n, len(like), generator=generator, dtype=like.dtype, device=like.device)
+        noise = torch.randn(n, N, C, generator=generator, dtype=like.dtype, device=like.device)
+        return self._from_noise(z, noise)
+
+    def _from_noise(self, z: Tensor, noise: Tensor) -> Tensor:  # (n, P), (n, N, C) -> (n, P)
+        L, R = self._factor()
+        root = {name: cov.root().mT for name, cov in self.prior.covariances().items()}
+        theta = rows_times(z, root, self.lin.layout)
+        gap = noise.flatten(1).mT - R.mT @ self.model.push(theta).flatten(1).mT  # (N C, n)
+        u = R @ solve_triangular(L.mT, solve_triangular(L, gap, upper=False), upper=True)
+        return theta + self._pulled(u.mT.reshape(noise.shape))
+
+    # More data
+
+    def update(self, x: Input, y: Tensor, weights: Tensor | None = None) -> Self:
+        """Return the posterior with more data: the factor of B grows by a block, nothing is refitted.
+
+        Args:
+            x: new points.
+            y: their targets.
+            weights: how many points each stands for.
+
+        Raises:
+            ValueError: if this posterior is refined: its mean would have to move, so update first and refine then.
+        """
+        if self.shift is not None or self.sites is not None:
+            raise ValueError("a refined posterior cannot be updated: update the one that fit returned, then refine it")
+        old, new = self.model.data, checked(x, y, self.lin, self.likelihood, weights)
+        both = type(self)(self.model.with_source(_joined(old, new)), self.prior, self.likelihood)
+        with torch.no_grad():
+            L, R = self._factor()
+            F, f = self.lin.features(new.x), self.lin(new.x)
+            R2 = self.likelihood.expand(new.y, f, new.weights).R
+            across = (R2.mT @ self._whitened_cross(F).mT).mT  # L⁻¹ Rᵀ K R₂, (N C, n C)
+            B = capacitance_(gram(F, None, self.prior.covariances()), R2) - across.mT @ across
+            size = len(L) + len(B)
+            grown = empty((size, size), L).zero_()
+            grown[: len(L), : len(L)] = L.tril()
+            grown[len(L) :, : len(L)] = across.mT
+            grown[len(L) :, len(L) :] = torch.linalg.cholesky(B)
+            both._current("factor", lambda: (grown, SiteBlocks(torch.cat([R.values, R2.values]))))
+        return both
+
+
+def _joined(old: Data, new: Data) -> Data:
+    x = rebuild(old.x, *(torch.cat(pair) for pair in zip(leaves(old.x), leaves(new.x), strict=True)))
+    weights = None
+    if old.weights is not None or new.weights is not None:
+        weights = torch.cat([_weights_of(old), _weights_of(new)])
+    return Data(x, torch.cat([old.y, new.y]), weights)
+
+
+def _weights_of(data: Data) -> Tensor:
+    if data.weights is not None:
+        return data.weights
+    like = data.y if data.y.is_floating_point() else torch.zeros((), device=data.y.device)
+    return like.new_ones(len(data))

@@ -1,0 +1,125 @@
+"""Jᵀ Λ J ≈ W Wᵀ with k columns: a function-space posterior whose outputs are k directions."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.sparse.linalg import LinearOperator as ScipyOperator
+from scipy.sparse.linalg import eigsh
+from torch import Tensor
+from torch.linalg import solve_triangular
+
+from ntkgp.likelihoods import Likelihood, SiteBlocks
+from ntkgp.linearization import Features
+from ntkgp.operators import gram, point_blocks
+from ntkgp.posteriors.model import LinearModel, join, split
+from ntkgp.posteriors.weight_space import WeightSpacePosterior
+from ntkgp.priors import Prior
+from ntkgp.priors.covariance import rows_times
+
+__all__ = ["LowRankPosterior"]
+
+
+class LowRankPosterior(WeightSpacePosterior):
+    r"""Σ = S₀ − S₀ W (I + Wᵀ S₀ W)⁻¹ Wᵀ S₀, with W Wᵀ the leading eigenpairs of Jᵀ Λ J.
+
+    Works with any prior: W does not depend on it. Directions that are left out keep their prior variance.
+
+    Args:
+        model: the linear model on its training data.
+        prior: N(m₀, S₀).
+        likelihood: p(y | f).
+        shift: δ; see :class:`Posterior`.
+        rank: k.
+    """
+
+    method = "low_rank"
+
+    def __init__(
+        self,
+        model: LinearModel,
+        prior: Prior,
+        likelihood: Likelihood,
+        shift: Tensor | None = None,
+        sites: SiteBlocks | None = None,
+        rank: int = 100,
+    ) -> None:
+        super().__init__(model, prior, likelihood, shift, sites)
+        if not 1 <= rank < self.lin.num_params:
+            raise ValueError(f"rank must be from 1 to {self.lin.num_params - 1}, but is {rank}")
+        self.rank = rank
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"rank": self.rank}
+
+    def _collect(self) -> Tensor:  # one W for each atom, (atoms, k, P)
+        count = len(self._coefficients())
+        return torch.stack([self._leading(atom) for atom in range(count)])
+
+    def _leading(self, atom: int) -> Tensor:  # (k, P)
+        """Find the leading eigenpairs by Lanczos iterations, one pass over the training data each."""
+        theta, P = self.lin.theta, self.lin.num_params
+
+        def ggn(x: np.ndarray) -> np.ndarray:
+            v = torch.as_tensor(x).to(theta).reshape(1, -1)
+            out = torch.zeros_like(theta)
+            for chunk in self.model:
+                R = self._roots(chunk)[atom]
+                moved = chunk.F.jvp(split(self.lin, v))[0]
+                out += join(self.lin, chunk.F.vjp(R.apply(R.mT.apply(moved))))
+            return out.double().cpu().numpy()
+
+        operator = ScipyOperator((P, P), matvec=ggn, dtype="float64")
+        start = torch.randn(P, generator=torch.Generator().manual_seed(0), dtype=torch.float64).numpy()
+        values, vectors = eigsh(operator, k=min(self.rank, P - 1), which="LA", v0=start)
+        values, vectors = torch.as_tensor(values).clamp(min=0), torch.as_tensor(vectors)
+        return (vectors * values.sqrt()).mT.to(theta)
+
+    def _W(self) -> Tensor:  # (atoms k, P)
+        return (self._coefficients().sqrt()[:, None, None] * self._statistics()).flatten(0, 1)
+
+    def _capacitance(self) -> Tensor:  # I + Wᵀ S₀ W
+        W = self._W()
+        B = W @ rows_times(W, self.prior.covariances(), self.lin.layout).mT
+        return B + B.new_ones(()).expand(len(B)).diag_embed()
+
+    def _factor(self) -> Tensor:
+        def factorise() -> Tensor:
+            with torch.no_grad():
+                return torch.linalg.cholesky(self._capacitance())
+
+        return self._current("factor", factorise)
+
+    def _log_det(self) -> Tensor:  # ()
+        learning = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
+        L = torch.linalg.cholesky(self._capacitance()) if learning else self._factor()
+        return 2 * L.diagonal().log().sum()
+
+    def _whitened_cross(self, F: Features) -> Tensor:  # (k, n, C)
+        SW = rows_times(self._W(), self.prior.covariances(), self.lin.layout)
+        cross = F.jvp(split(self.lin, SW))
+        return solve_triangular(self._factor(), cross.flatten(1), upper=False).view(cross.shape)
+
+    def _blocks(self, F: Features) -> Tensor:  # (n, C, C)
+        V = self._whitened_cross(F).movedim(0, -1).double()  # (n, C, k)
+        return (point_blocks(F, None, self.prior.covariances()).double() - V @ V.mT).to(F.like.dtype)
+
+    def _joint(self, F: Features) -> Tensor:  # (n C, n C)
+        V = self._whitened_cross(F).flatten(1).double()
+        return (gram(F, None, self.prior.covariances()).double() - V.mT @ V).to(F.like.dtype)
+
+    def _covariance_times(self, v: Tensor) -> Tensor:  # (P,)
+        S0, L, W = self.prior.covariances(), self._factor(), self._W()
+        Sv = rows_times(v, S0, self.lin.layout)
+        u = solve_triangular(L.mT, solve_triangular(L, (W @ Sv).unsqueeze(-1), upper=False), upper=True)
+        return Sv - rows_times(u.squeeze(-1) @ W, S0, self.lin.layout)
+
+    def _centred_weights(self, n: int, generator: torch.Generator | None) -> Tensor:  # (n, P)
+        S0, L, W = self.prior.covariances(), self._factor(), self._W()
+        z = torch.randn(n, self.lin.num_params, generator=generator, dtype=W.dtype, device=W.device)
+        noise = torch.randn(len(W), n, generator=generator, dtype=W.dtype, device=W.device)
+        theta = rows_times(z, {name: cov.root().mT for name, cov in S0.items()}, self.lin.layout)
+        gap = noise - W @ theta.mT
+        u = solve_triangular(L.mT, solve_triangular(L, gap, upper=False), upper=True)
+        return theta + rows_times(u.mT @ W, S0, self.lin.layout)

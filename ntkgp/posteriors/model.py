@@ -1,0 +1,141 @@
+"""The linear model on its training data: f, J and their products, from features that are computed once."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ntkgp.likelihoods import Likelihood
+from ntkgp.linearization import Features, Linearization
+from ntkgp.linearization.inputs import batch_size
+from ntkgp.posteriors.data import Data, Source, checked
+
+__all__ = ["Chunk", "LinearModel"]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some training points with the network's outputs and the factored Jacobian there."""
+
+    data: Data
+    f: Tensor  # (n, C)
+    F: Features
+    start: int  # which training point is the first
+
+    @property
+    def points(self) -> slice:
+        """Which training points these are."""
+        return slice(self.start, self.start + len(self.data))
+
+    def log_prob(self, likelihood: Likelihood, f: Tensor) -> Tensor:  # ()
+        """Return the weighted log likelihood of latent values f."""
+        return likelihood.weighted_log_prob(self.data.y, f, self.data.weights)
+
+
+class LinearModel:
+    """f_lin(x_n; θ* + δ) = f_n + J_n δ at all training points n.
+
+    Features of data in memory are kept if they fit the budget; otherwise, and for loaders, every pass computes them
+    again, a chunk at a time.
+
+    Args:
+        lin: the linearised network.
+        source: the training data.
+        likelihood: what the targets of a loader are checked by.
+        memory_budget: bytes that kept features may take.
+    """
+
+    def __init__(
+        self, lin: Linearization, source: Source, likelihood: Likelihood, memory_budget: int = 4 << 30
+    ) -> None:
+        self.lin, self.source, self.likelihood, self.memory_budget = lin, source, likelihood, memory_budget
+        self._kept: list[Chunk] | None = None
+
+    def __iter__(self) -> Iterator[Chunk]:
+        """Yield all training points in order, in chunks whose features fit a quarter of the budget."""
+        if self._kept is not None:
+            yield from self._kept
+            return
+        kept: list[Chunk] | None = []
+        total = 0
+        for chunk in self._computed():
+            total += chunk.F.nbytes
+            if kept is not None:
+                kept.append(chunk)
+                if not isinstance(self.source, Data) or total > self.memory_budget:
+                    kept = None
+            yield chunk
+        if not total:
+            raise ValueError("data is an empty loader: at least one batch is expected")
+        self._kept = kept
+
+    def _computed(self) -> Iterator[Chunk]:
+        first = 0
+        for batch in self.source:
+            data = batch if isinstance(batch, Data) else checked(batch[0], batch[1], self.lin, self.likelihood)
+            self.lin.learn(data.x)
+            each = max(1, self.lin.pilot().nbytes // 2)
+            step = max(1, self.memory_budget // each)
+            step = step if len(data) <= step else max(1, step // 4)
+            for start in range(0, len(data), step):
+                part = data[start : start + step]
+                with torch.no_grad():  # not around the yield: it would reach the caller
+                    f, F = self.lin(part.x), self.lin.features(part.x)
+                yield Chunk(part, f, F, first + start)
+            first += len(data)
+
+    @property
+    def features_bytes(self) -> int:
+        """What the features of all points take; data in memory only."""
+        if not isinstance(self.source, Data):
+            raise ValueError("the size of a loader's features is not known")
+        self.lin.learn(self.source.x)
+        return self.lin.pilot().nbytes // 2 * batch_size(self.source.x)
+
+    @property
+    def data(self) -> Data:
+        """All training points.
+
+        Raises:
+            ValueError: if they come from a loader.
+        """
+        if not isinstance(self.source, Data):
+            raise ValueError("this needs data in memory, but they come from a DataLoader")
+        return self.source
+
+    def f(self) -> Tensor:  # (N, C)
+        """Return the network's outputs at all points."""
+        return torch.cat([chunk.f for chunk in self])
+
+    def push(self, v: Tensor) -> Tensor:  # (S, P) -> (S, N, C)
+        """Return J v at all points."""
+        parts = self.split(v)
+        return torch.cat([chunk.F.jvp(parts) for chunk in self], dim=1)
+
+    def pull(self, u: Tensor) -> Tensor:  # (S, N, C) -> (S, P)
+        """Return Jᵀ u."""
+        total = u.new_zeros(u.shape[0], self.lin.num_params)
+        for chunk in self:
+            total += torch.stack([join(self.lin, chunk.F.vjp(row)) for row in u[:, chunk.points]])
+        return total
+
+    def split(self, v: Tensor) -> dict[str, Tensor]:  # (S, P) -> {name: (S, p)}
+        """Cut flat vectors into those of parameters."""
+        return split(self.lin, v)
+
+    def with_source(self, source: Source) -> "LinearModel":
+        """Return the same model on other data."""
+        return LinearModel(self.lin, source, self.likelihood, self.memory_budget)
+
+
+def split(lin: Linearization, v: Tensor) -> dict[str, Tensor]:  # (S, P) -> {name: (S, p)}
+    """Cut flat vectors into those of parameters."""
+    return dict(zip(lin.layout.names, v.split(lin.layout.sizes, dim=-1), strict=True))
+
+
+def join(lin: Linearization, parts: dict[str, Tensor]) -> Tensor:  # {name: (p,)} -> (P,)
+    """Concatenate what parameters have; those that the network does not use have zeros."""
+    like = next(iter(parts.values()))
+    sizes = zip(lin.layout.names, lin.layout.sizes, strict=True)
+    return torch.cat([parts[name] if name in parts else like.new_zeros(size) for name, size in sizes])

@@ -1,0 +1,129 @@
+"""Gradients of the evidence, tuning, and what live hyperparameters mean."""
+
+import pytest
+import torch
+from problems import Problem
+from torch.testing import assert_close
+
+import ntkgp
+
+METHODS = {"function": {}, "full": {}, "diag": {}, "kron": {}, "low_rank": {"rank": 12}}
+
+
+@pytest.mark.parametrize("at", ["map", "linear_mode"])
+@pytest.mark.parametrize("likelihood", ["gaussian", "noise by output", "categorical", "poisson"])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_gradient_of_the_evidence_passes_gradcheck(method, likelihood, at, float64):
+    problem = Problem("mlp", likelihood, "grouped", n=4)
+    post = problem.fit(method, **METHODS[method])
+    parameters = list(post.parameters())
+
+    def evidence(*values):
+        with torch.no_grad():
+            for parameter, value in zip(parameters, values, strict=True):
+                parameter.copy_(value)
+        return post.log_evidence(at)
+
+    start = [p.detach().clone() for p in parameters]
+    grads = torch.autograd.grad(post.log_evidence(at), parameters)
+    for i, parameter in enumerate(start):
+        for j in range(parameter.numel()):
+            differences = []
+            for sign in (1, -1):
+                moved = [p.clone() for p in start]
+                moved[i].view(-1)[j] += sign * 1e-5
+                differences.append(sign * evidence(*moved).item())
+            assert grads[i].view(-1)[j].item() == pytest.approx(sum(differences) / 2e-5, rel=1e-6, abs=1e-7)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_hyperparameters_are_live(method, float64):
+    problem = Problem("mlp", "gaussian")
+    post = problem.fit(method, **METHODS[method])
+    post.latent(problem.x_new), post.log_evidence()
+    post.prior.precision, post.likelihood.noise = 3.0, 2.0
+    again = problem.fit(method, **METHODS[method])
+    again.prior.precision, again.likelihood.noise = 3.0, 2.0
+    assert_close(
+        post.latent(problem.x_new).covariance_matrix, again.latent(problem.x_new).covariance_matrix, rtol=1e-9, atol=0
+    )
+    assert_close(post.log_evidence(), again.log_evidence(), rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("likelihood", ["gaussian", "categorical"])
+def test_tuning_climbs_to_a_stationary_point_without_the_network(method, likelihood, float64, monkeypatch):
+    problem = Problem("mlp", likelihood, n=12)
+    post = problem.fit(method, **METHODS[method])
+    before = post.log_evidence().item()
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("the network was differentiated again")
+
+    monkeypatch.setattr(ntkgp.Linearization, "features", refuse)
+    monkeypatch.setattr(ntkgp.Linearization, "factors", refuse)
+    monkeypatch.setattr(ntkgp.Linearization, "jvp", refuse)
+    monkeypatch.setattr(ntkgp.Linearization, "vjp", refuse)
+    assert post.tune() is post
+    assert post.log_evidence().item() > before
+    assert post.history[-1]["log_evidence"] == pytest.approx(post.log_evidence().item(), abs=1e-9)
+    assert post.history[-1]["gradient_norm"] < 1e-3
+
+
+def test_a_named_prior_is_tuned_and_an_object_is_left_alone(float64):
+    problem = Problem()
+    data = problem.x, problem.y
+    assert ntkgp.fit(problem.net, data, prior="isotropic").history
+    prior = problem.make_prior()
+    before = prior.precision.detach().clone()
+    assert not ntkgp.fit(problem.lin, data, prior=prior).history
+    assert_close(prior.precision, before)
+    assert ntkgp.fit(problem.lin, data, prior=prior, tune=True).history
+
+
+def test_a_validation_score_chooses_from_the_grid(float64):
+    problem = Problem("mlp", "categorical")
+    post = problem.fit("function")
+    start, grid = post.prior.precision.detach().clone(), torch.tensor([0.01, 1.0, 100.0])
+    validation = problem.x_new, torch.tensor([0, 1, 2, 0, 1])
+    post.tune(validation=validation, grid=grid)
+    scores = []
+    for factor in grid:
+        other = problem.fit("function")
+        other.prior.precision = start * factor
+        scores.append(other.predict(problem.x_new).log_prob(validation[1]).mean().item())
+    assert_close(post.prior.precision, start * grid[torch.tensor(scores).argmax()])
+    assert [step["validation_log_prob"] for step in post.history] == pytest.approx(scores)
+
+
+def test_failed_tuning_changes_nothing(float64, monkeypatch):
+    post = Problem("mlp", "gaussian").fit("function")
+    before = [p.detach().clone() for p in post.parameters()]
+    calls = []
+
+    def fail(*args, **kwargs):
+        calls.append(1)
+        if len(calls) > 2:
+            raise RuntimeError("broken")
+        return type(post).__mro__[1].log_evidence(post, *args, **kwargs)
+
+    monkeypatch.setattr(post, "log_evidence", fail)
+    with pytest.raises(RuntimeError, match="broken"):
+        post.tune()
+    for parameter, value in zip(post.parameters(), before, strict=True):
+        assert_close(parameter.detach(), value)
+
+
+def test_unknown_places_are_named(float64):
+    post = Problem().fit("function")
+    with pytest.raises(ValueError, match='at must be "linear_mode" or "map", but is \'mode\''):
+        post.log_evidence(at="mode")
+    with pytest.raises(ValueError, match="curvature_at must be"):
+        post.log_evidence(curvature_at="mode")
+
+
+def test_there_may_be_nothing_to_tune(float64):
+    post = Problem().fit("function")
+    post.requires_grad_(False)
+    with pytest.raises(ValueError, match="nothing to tune"):
+        post.tune()
