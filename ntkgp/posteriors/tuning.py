@@ -28,7 +28,7 @@ def tune(
 ) -> P:
     """Maximise the evidence over all hyperparameters that require gradients, or a validation score over a grid.
 
-    By evidence: quasi-Newton steps over the raw parameters, which are logarithms. On validation data: all precisions are
+    By evidence: quasi-Newton steps over the raw parameters, their logarithms. On validation data: all precisions are
     multiplied by each value of ``grid``, and the one with the best mean log predictive density stays. Every step
     is a line of ``posterior.history``. If anything fails, the hyperparameters are as they were.
 
