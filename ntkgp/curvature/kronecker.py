@@ -19,6 +19,8 @@ class KroneckerBlock:
     independent ("expand", Eschenhagen et al. 2023):
 
     .. math:: \frac{1}{N T} \sum_{nt} g g^\top \otimes \sum_{nt} a a^\top
+
+    So is a bias, whose input is 1. Parameters that are no matrices have their exact block.
     """
 
     G: Tensor  # (atoms, d_out, d_out)
@@ -62,11 +64,11 @@ class KroneckerFactors:
 
 def _block(uses: list[Factor], weigh: list[Callable[[Tensor], Tensor]], n: int) -> KroneckerBlock:
     outers = [use for use in uses if isinstance(use, Outer)]
-    if len(outers) < len(uses) or outers[0].A is None:
+    if len(outers) < len(uses):
         J = torch.stack([use.dense().expand(n, -1, -1) for use in uses]).sum(0)
         return KroneckerBlock(torch.stack([_square(w(J)) for w in weigh]), None)
-    T = sum(outer.positions if outer.positions > 1 or not outer.shared else 1 for outer in outers)
-    A = torch.stack([_inputs(outer) for outer in outers]).sum(0) / T
+    T = sum(outer.positions for outer in outers)
+    A = None if outers[0].A is None else torch.stack([_inputs(outer) for outer in outers]).sum(0) / T
     G = []
     for w in weigh:
         parts = []

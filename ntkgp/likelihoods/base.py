@@ -28,7 +28,7 @@ class Expansion:
 
     log_prob: Tensor  # (), summed over points
     r: Tensor  # (N, C)
-    R: SiteBlocks  # (N, T, k, k)
+    R: SiteBlocks  # (N, T, k, k'), k' at least the rank of Λ
 
     @property
     def curvature(self) -> SiteBlocks:
@@ -132,15 +132,15 @@ class Likelihood(gpytorch.likelihoods.Likelihood):
             f = f if f.requires_grad else f.detach().requires_grad_()
             return torch.autograd.grad(self.log_prob(y, f).sum(), f, create_graph=differentiable)[0]
 
-    def site_root(self, y: Tensor, f: Tensor) -> Tensor:  # (..., N, T, k, k)
-        """Return R, site by site."""
+    def site_root(self, y: Tensor, f: Tensor) -> Tensor:  # (..., N, T, k, k')
+        """Return R, site by site; with fewer columns than rows where Λ is always singular."""
         values, vectors = torch.linalg.eigh(self._hessian(y, f))
         floor = -(torch.finfo(f.dtype).eps ** 0.5) * values[..., -1:].abs().clamp(min=1)
         if (values < floor).any():
             return self._fisher_root(f).unsqueeze(-3)
         return (vectors * values.clamp(min=0).sqrt().unsqueeze(-2)).unsqueeze(-3)
 
-    def curvature_root(self, y: Tensor, f: Tensor) -> Tensor:  # (..., N, C, C)
+    def curvature_root(self, y: Tensor, f: Tensor) -> Tensor:  # (..., N, C, C'), C' <= C
         """Return R with R Rᵀ = Λ, finite also where Λ is singular."""
         return SiteBlocks(self.site_root(y, f)).dense()
 
@@ -194,7 +194,7 @@ class Likelihood(gpytorch.likelihoods.Likelihood):
         if weights is not None:
             w = weights if weights.ndim == 2 else weights.unsqueeze(-1).expand(R.shape[:2])
             R = R * w.sqrt()[..., None, None]
-            r = r * w.repeat(1, R.shape[-1])
+            r = r * w.repeat(1, R.shape[-2])
         return Expansion(self.weighted_log_prob(y, f, weights), r, SiteBlocks(R))
 
     def weighted_log_prob(self, y: Tensor, f: Tensor, weights: Tensor | None = None) -> Tensor:  # ()

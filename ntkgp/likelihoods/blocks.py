@@ -20,39 +20,39 @@ def from_sites(f: Tensor) -> Tensor:  # (..., T, k) -> (..., C)
 
 @dataclass(frozen=True)
 class SiteBlocks:
-    """A matrix (N C, N C) with one k x k block for each of T sites of each of N points, C = k T."""
+    """A matrix (N C, N C') with one k x k' block for each of T sites of each of N points, C = k T and C' = k' T."""
 
-    values: Tensor  # (..., N, T, k, k)
+    values: Tensor  # (..., N, T, k, k')
 
     @property
     def mT(self) -> "SiteBlocks":
         """The transpose."""
         return SiteBlocks(self.values.mT)
 
-    def __matmul__(self, X: Tensor) -> Tensor:  # (N C, m) -> (N C, m)
+    def __matmul__(self, X: Tensor) -> Tensor:  # (N C', m) -> (N C, m)
         """Multiply a matrix from the left."""
-        N, T, k, _ = self.values.shape[-4:]
-        if k == 1:
+        N, T, rows, k = self.values.shape[-4:]
+        if k == rows == 1:
             return self.values.reshape(-1, 1) * X
         if T == 1:
             return (self.values.squeeze(-3) @ X.unflatten(0, (N, k))).flatten(0, 1)
         sites = X.unflatten(0, (N, k, T)).transpose(1, 2)  # (N, T, k, m)
         return (self.values @ sites).transpose(1, 2).flatten(0, 2)
 
-    def apply(self, u: Tensor) -> Tensor:  # (..., N, C) -> (..., N, C)
+    def apply(self, u: Tensor) -> Tensor:  # (..., N, C') -> (..., N, C)
         """Multiply each point's vector by its block."""
         k = self.values.shape[-1]
         return from_sites((self.values @ to_sites(u, k).unsqueeze(-1)).squeeze(-1))
 
-    def dense(self) -> Tensor:  # (..., N, C, C)
-        """Return each point's block as a C x C matrix."""
-        T, k = self.values.shape[-3:-1]
-        blocks = torch.diag_embed(self.values.movedim(-3, -1))  # (..., N, k, k, T, T)
-        return blocks.transpose(-3, -2).reshape(*self.values.shape[:-3], k * T, k * T)
+    def dense(self) -> Tensor:  # (..., N, C, C')
+        """Return each point's block as a C x C' matrix."""
+        T, rows, columns = self.values.shape[-3:]
+        blocks = torch.diag_embed(self.values.movedim(-3, -1))  # (..., N, k, k', T, T)
+        return blocks.transpose(-3, -2).reshape(*self.values.shape[:-3], rows * T, columns * T)
 
-    def columns(self, J: Tensor) -> Tensor:  # (N, C, p) -> (N, C, p)
+    def columns(self, J: Tensor) -> Tensor:  # (N, C', p) -> (N, C, p)
         """Multiply each point's matrix from the left."""
-        return (self @ J.flatten(0, 1)).view(J.shape)
+        return (self @ J.flatten(0, 1)).unflatten(0, (J.shape[0], -1))
 
     def __getitem__(self, index: slice | Tensor) -> "SiteBlocks":
         """Return the blocks of the points that ``index`` selects."""

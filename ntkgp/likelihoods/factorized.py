@@ -31,7 +31,7 @@ class FactorizedLikelihood(Likelihood):
         """Return its gradient in f_t."""
 
     @abstractmethod
-    def _root(self, f: Tensor) -> Tensor:  # (..., T, k) -> (..., T, k, k)
+    def _root(self, f: Tensor) -> Tensor:  # (..., T, k) -> (..., T, k, k')
         """Return a root of its negative (expected) Hessian in f_t."""
 
     @abstractmethod
@@ -46,7 +46,7 @@ class FactorizedLikelihood(Likelihood):
         """Return r."""
         return from_sites(self._residual(y, self._sites(f)))
 
-    def site_root(self, y: Tensor, f: Tensor) -> Tensor:  # (..., N, T, k, k)
+    def site_root(self, y: Tensor, f: Tensor) -> Tensor:  # (..., N, T, k, k')
         """Return R, site by site."""
         return self._root(self._sites(f))
 

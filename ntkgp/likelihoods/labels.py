@@ -81,7 +81,8 @@ class Bernoulli(ScalarLikelihood):
 class Categorical(FactorizedLikelihood):
     r"""p(y = k) = softmax(f)_k.
 
-    Λ = diag(p) − p pᵀ = R Rᵀ with R = diag(√p) − p √pᵀ, which is finite for any p and not symmetric.
+    Λ = diag(p) − p pᵀ = R Rᵀ has rank K − 1, and R as many columns: with u = √p, a unit vector, I − u uᵀ = H Hᵀ for the
+    first K − 1 columns H of the reflection that takes u to the last axis, and R = diag(u) H is finite for any p.
 
     Args:
         num_classes: K; None if all outputs are the logits of one label. With fewer classes than outputs there is a
@@ -109,9 +110,14 @@ class Categorical(FactorizedLikelihood):
         return torch.nn.functional.one_hot(y, f.shape[-1]) - f.softmax(-1)
 
     def _root(self, f: Tensor) -> Tensor:
-        log_p = f.log_softmax(-1)
-        p, root_p = log_p.exp(), (log_p / 2).exp()
-        return torch.diag_embed(root_p) - p.unsqueeze(-1) * root_p.unsqueeze(-2)
+        u = (f.log_softmax(-1) / 2).exp()
+        axis = torch.zeros_like(u)
+        axis[..., -1] = 1
+        v = u + axis  # u is not negative: no cancellation, |v|² = 2 (1 + u_K)
+        H = torch.eye(u.shape[-1], dtype=u.dtype, device=u.device) - v[..., :, None] * v[..., None, :] / (
+            1 + u[..., -1:, None]
+        )
+        return u.unsqueeze(-1) * H[..., :-1]
 
     def validate(self, y: Tensor, num_outputs: int) -> Tensor:  # (N, ...) -> (N, T)
         """Return the labels, one for each site.

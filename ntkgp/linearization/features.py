@@ -1,6 +1,6 @@
 """The factored Jacobian of N examples: what a Gram matrix under any prior is made from."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -106,6 +106,22 @@ class Features:
             if block.bias is not None:
                 out[block.bias] = g.sum((0, 1))
         return out
+
+    def weighted(self, weigh: Callable[[Tensor], Tensor]) -> "Features":
+        """Return the features of other outputs, combinations of these at each example: J -> R_nᵀ J_n.
+
+        Args:
+            weigh: turns (N, C, p), any columns of J or of its cotangents, into (N, C', p).
+        """
+
+        def outer(old: Outer) -> Outer:
+            G = old.G.expand(self.num_examples, -1, -1, -1)
+            return replace(old, G=weigh(G.flatten(2)).unflatten(-1, G.shape[2:]), shared=False)
+
+        blocks = tuple(replace(block, outer=outer(block.outer)) for block in self.blocks)
+        dense = tuple(replace(block, J=weigh(block.J)) for block in self.dense)
+        C = blocks[0].outer.G.shape[1] if blocks else dense[0].J.shape[1]
+        return Features(self.num_examples, C, blocks, dense)
 
     def jvp(self, v: dict[str, Tensor]) -> Tensor:  # {name: (S, p)} -> (S, N, C)
         """Return J v for S vectors, from the features alone."""

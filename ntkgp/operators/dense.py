@@ -23,29 +23,29 @@ _MIRROR = 500  # side of the squares that are transposed at a time
 def gram(
     F1: Features, F2: Features | None, S: Mapping[str, Covariance], out: Tensor | None = None
 ) -> Tensor:  # (N C, M C)
-    """Return J_1 S₀ J_2ᵀ, J_1 S₀ J_1ᵀ if ``F2`` is None.
+    """Return J_1 S₀ J_2ᵀ, J_1 S₀ J_1ᵀ if ``F2`` is None; the two may have different numbers of outputs.
 
     Where nothing asks for gradients, the matrix is computed tile by tile, all terms of a tile while it is in the
     caches; of a symmetric one only the tiles up to the diagonal, which are then mirrored. ``out`` is then written to.
     """
     symmetric = F2 is None
     parts = terms(F1, F1 if F2 is None else F2, S)
-    C = F1.num_outputs
+    C, D = F1.num_outputs, F1.num_outputs if F2 is None else F2.num_outputs
     N, M = F1.num_examples, F1.num_examples if F2 is None else F2.num_examples
     if not parts:
-        return F1.like.new_zeros(N * C, M * C) if out is None else out.zero_()
+        return F1.like.new_zeros(N * C, M * D) if out is None else out.zero_()
     if _asks_for_gradients(parts):
         everything = slice(0, N), slice(0, M)
         K = parts[0].tile(*everything)
         for term in parts[1:]:
             K = K + term.tile(*everything)
         return K
-    K = empty((N * C, M * C), F1.like) if out is None else out
+    K = empty((N * C, M * D), F1.like) if out is None else out
     heavy = sum(term.depth for term in parts) > _HEAVY
     step, leaf = max(1, _TILE // C), max(1, _LEAF // (2 if heavy else 1) // C)
-    work = K.new_empty(min(step, N) * min(step, M) * C * C)
+    work = K.new_empty(min(step, N) * min(step, M) * C * D)
     for rows, cols in _triangle(0, N, leaf, step) if symmetric else _rectangle((0, N), (0, M), step):
-        tile = K[rows.start * C : rows.stop * C, cols.start * C : cols.stop * C]
+        tile = K[rows.start * C : rows.stop * C, cols.start * D : cols.stop * D]
         for i, term in enumerate(parts):
             term.add_to(tile, rows, cols, i == 0, work)
         if symmetric:  # while the tile is still in the caches

@@ -100,12 +100,13 @@ class OuterTerm:
 
     def add_to(self, K: Tensor, rows: slice, cols: slice, fresh: bool, work: Tensor) -> None:  # (n C, m C)
         """Add the share of these points to K."""
-        n, m, C = rows.stop - rows.start, cols.stop - cols.start, self.G1.shape[1]
-        product = work[: n * C * m * C].view(n * C, m * C)
+        n, m = rows.stop - rows.start, cols.stop - cols.start
+        C, D = self.G1.shape[1], self.G2.shape[1]
+        product = work[: n * C * m * D].view(n * C, m * D)
         torch.mm(self.G1[rows].flatten(0, 1), self.G2[cols].flatten(0, 1).mT, out=product)
         # Repeated along the columns beforehand, the factor is read in order: a fourth of the time of broadcasting.
-        A = self.repeated_inputs[rows, None, cols.start * C : cols.stop * C]
-        product, K = product.view(n, C, m * C), K.unflatten(0, (n, C))
+        A = self.repeated_inputs[rows, None, cols.start * D : cols.stop * D]
+        product, K = product.view(n, C, m * D), K.unflatten(0, (n, C))
         if fresh:
             torch.mul(product, A, out=K)
         else:
@@ -311,9 +312,10 @@ def _contracted(o1: Outer, o2: Outer, weight: Covariance) -> Term:
 def _factored(o1: Outer, o2: Outer, s: Tensor, b: Tensor) -> Term:
     if o1.positions > 1:
         return PositionsTerm(o1.inputs, o2.inputs, s, b, o1.G, o2.G)
-    if o1.shared:
+    if o1.shared and o2.shared:
         return SharedTerm(o1.inputs[:, 0], o2.inputs[:, 0], s, b, o1.G[0, :, 0] @ o2.G[0, :, 0].mT)
-    return OuterTerm(o1.inputs[:, 0], o2.inputs[:, 0], s, b, o1.G[:, :, 0], o2.G[:, :, 0])
+    G1, G2 = (o.G[:, :, 0].expand(o.inputs.shape[0], -1, -1) for o in (o1, o2))
+    return OuterTerm(o1.inputs[:, 0], o2.inputs[:, 0], s, b, G1, G2)
 
 
 def _inner(A1: Tensor, A2: Tensor) -> Tensor:  # (n, d_in), (m, d_in) -> (n, m)

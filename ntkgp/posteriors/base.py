@@ -66,6 +66,10 @@ class Posterior(gpytorch.Module):
     # What a structure defines
 
     @abstractmethod
+    def _prepare(self) -> None:
+        """Do what a prediction needs of the training data now, so that what fails, fails in ``fit``."""
+
+    @abstractmethod
     def _blocks(self, F: Features) -> Tensor:  # (n, C, C)
         """Return the posterior covariance of each point's outputs."""
 

@@ -1,30 +1,35 @@
 """B = I + Rᵀ K R: eigenvalues of at least one, however singular Λ = R Rᵀ is."""
 
+from collections.abc import Callable, Iterable
+
+import torch
 from torch import Tensor
 
 from ntkgp.likelihoods import SiteBlocks
+from ntkgp.linearization import Features
+from ntkgp.operators import gram
+from ntkgp.priors import Covariance
 
-__all__ = ["capacitance", "capacitance_"]
-
-_ROWS = 1000  # of a matrix that are copied at a time
+__all__ = ["capacitance", "pairwise_gram"]
 
 
-def capacitance(K: Tensor, R: SiteBlocks) -> Tensor:  # (N C, N C)
+def capacitance(K: Tensor, R: SiteBlocks) -> Tensor:  # (N C, N C) -> (N C', N C')
     """Return I + Rᵀ K R, differentiable in both."""
     B = R.mT @ (R.mT @ K).mT
     return B + B.new_ones(()).expand(len(B)).diag_embed()
 
 
-def capacitance_(K: Tensor, R: SiteBlocks) -> Tensor:  # (N C, N C)
-    """Turn K into I + Rᵀ K R where it lies."""
-    N = R.values.shape[0]
-    C = len(K) // N
-    step = max(1, _ROWS // C)
-    for start in range(0, N, step):
-        part, rows = R[start : start + step].mT, slice(start * C, min(N, start + step) * C)
-        K[rows] = part @ K[rows]
-    for start in range(0, N, step):
-        part, rows = R[start : start + step].mT, slice(start * C, min(N, start + step) * C)
-        K[:, rows] = (part @ K[:, rows].mT).mT
-    K.diagonal().add_(1)
-    return K
+def pairwise_gram(features: Callable[[], Iterable[Features]], S: dict[str, Covariance]) -> Tensor:  # (N C, N C)
+    """Return J S Jᵀ, chunk against chunk: where features are not kept, they are computed again for every pair."""
+    rows: list[list[Tensor]] = []
+    for i, F in enumerate(features()):
+        rows.append([])
+        for j, other in enumerate(features()):
+            if j == i:
+                rows[-1].append(gram(F, None, S))
+                break
+            rows[-1].append(gram(F, other, S))
+    if len(rows) == 1:
+        return rows[0][0]
+    both = [[rows[i][j] if j <= i else rows[j][i].mT for j in range(len(rows))] for i in range(len(rows))]
+    return torch.cat([torch.cat(row, dim=1) for row in both])

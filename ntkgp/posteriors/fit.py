@@ -107,6 +107,7 @@ def fit(
     posterior.reason = choice.reason
     if tune is True or (tune == "auto" and named):
         posterior.tune(progress=progress)
+    posterior._prepare()
     return posterior
 
 

@@ -1,5 +1,6 @@
 """The Gaussian-process view: everything through K and B = I + Rᵀ K R, at the training points."""
 
+from collections.abc import Iterator
 from typing import Self
 
 import torch
@@ -12,7 +13,7 @@ from ntkgp.linearization.inputs import Input, leaves, rebuild
 from ntkgp.linearization.memory import empty
 from ntkgp.operators import gram, point_blocks
 from ntkgp.posteriors.base import Posterior
-from ntkgp.posteriors.capacitance import capacitance, capacitance_
+from ntkgp.posteriors.capacitance import capacitance, pairwise_gram
 from ntkgp.posteriors.data import Data, checked
 from ntkgp.posteriors.mode import Mode, function_space_mode
 from ntkgp.posteriors.model import LinearModel
@@ -49,6 +50,9 @@ class FunctionSpacePosterior(Posterior):
         super().__init__(model, prior, likelihood, shift, sites)
         self._atoms: Tensor | None = None  # K_j of a linear prior, which no hyperparameter changes
 
+    def _prepare(self) -> None:
+        self._factor()
+
     def _blocks(self, F: Features) -> Tensor:  # (n, C, C)
         V = self._whitened_cross(F)
         V = V.unflatten(1, (F.num_examples, F.num_outputs)).movedim(0, -1).double()  # (n, C, N C)
@@ -60,11 +64,22 @@ class FunctionSpacePosterior(Posterior):
         V = self._whitened_cross(F).double()
         return (gram(F, None, self.prior.covariances()).double() - V.mT @ V).to(F.like.dtype)
 
-    def _whitened_cross(self, F: Features) -> Tensor:  # L⁻¹ Rᵀ K_N*, (N C, n C)
-        S0 = self.prior.covariances()
-        L, R = self._factor()
-        K = torch.cat([gram(chunk.F, F, S0) for chunk in self.model])
-        return solve_triangular(L, R.mT @ K, upper=False)
+    def _whitened_cross(self, F: Features) -> Tensor:  # L⁻¹ Rᵀ K_N*, (N C', n C)
+        S0, (L, _) = self.prior.covariances(), self._factor()
+        parts = [gram(weighted, F, S0) for weighted in self._weighted()]
+        return solve_triangular(L, parts[0] if len(parts) == 1 else torch.cat(parts), upper=False)
+
+    def _weighted(self) -> Iterator[Features]:
+        """Yield the features of Rᵀ J, chunk by chunk; kept as those of J are."""
+        if self.model.kept:
+            yield from self._current("weighted", lambda: list(self._weigh()))
+        else:
+            yield from self._weigh()
+
+    def _weigh(self) -> Iterator[Features]:
+        R = self._site_roots()
+        for chunk in self.model:
+            yield chunk.F.weighted(R[chunk.points].mT.columns)
 
     @property
     def _bytes_per_point(self) -> int:
@@ -73,8 +88,17 @@ class FunctionSpacePosterior(Posterior):
 
     # K, R and B
 
-    def _root(self) -> SiteBlocks:  # (N, T, k, k)
+    def _root(self) -> SiteBlocks:  # (N, T, k, k')
         return SiteBlocks(torch.cat([self._site_root(chunk).values for chunk in self.model]))
+
+    def _site_roots(self) -> SiteBlocks:
+        """R under the current hyperparameters, without gradients."""
+
+        def make() -> SiteBlocks:
+            with torch.no_grad():
+                return self._root().detach()
+
+        return self._current("root", make)
 
     def _gram(self) -> Tensor:  # (N C, N C)
         """Return K, differentiable in the prior; of a linear prior from K_j that are kept once gradients are asked."""
@@ -86,22 +110,8 @@ class FunctionSpacePosterior(Posterior):
             return torch.tensordot(self.prior.coefficients(), self._atoms, 1)
         return self._gram_under(self.prior.covariances())
 
-    def _gram_under(self, S: dict[str, Covariance]) -> Tensor:  # (N C, N C)
-        """Return J S Jᵀ, chunk against chunk: where features are not kept, they are computed again for every pair."""
-        rows: list[list[Tensor]] = []
-        for chunk in self.model:
-            rows.append([])
-            for other in self.model:
-                if other.start == chunk.start:
-                    rows[-1].append(gram(chunk.F, None, S))
-                    break
-                rows[-1].append(gram(chunk.F, other.F, S))
-        if len(rows) == 1:
-            return rows[0][0]
-        lower = [[rows[max(i, j)][min(i, j)] for j in range(len(rows))] for i in range(len(rows))]
-        return torch.cat(
-            [torch.cat([K if j <= i else K.mT for j, K in enumerate(row)], 1) for i, row in enumerate(lower)]
-        )
+    def _gram_under(self, S: dict[str, Covariance]) -> Tensor:  # J S Jᵀ, (N C, N C)
+        return pairwise_gram(lambda: (chunk.F for chunk in self.model), S)
 
     def _factor(self) -> tuple[Tensor, SiteBlocks]:
         """Return the Cholesky factor of B, and R."""
@@ -109,8 +119,8 @@ class FunctionSpacePosterior(Posterior):
 
     def _factorise(self) -> tuple[Tensor, SiteBlocks]:
         with torch.no_grad():
-            R = self._root().detach()
-            B = capacitance_(self._gram(), R)
+            B = pairwise_gram(self._weighted, self.prior.covariances())
+            B.diagonal().add_(1)
             # Column-major and in place: a symmetric matrix is its own transpose.
             L, info = torch.linalg.cholesky_ex(B.mT, out=(B.mT, torch.empty((), dtype=torch.int32, device=B.device)))
             if info.item():
@@ -118,7 +128,7 @@ class FunctionSpacePosterior(Posterior):
                     f"B = I + RᵀKR lost positive definiteness in {B.dtype} (row {info.item()} of {len(B)}): "
                     "use lin.double(), or a larger prior precision"
                 )
-            return L, R
+            return L, self._site_roots()
 
     def _log_det(self) -> Tensor:  # ()
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
@@ -150,18 +160,18 @@ class FunctionSpacePosterior(Posterior):
 
     def _centred_weights(self, n: int, generator: torch.Generator | None) -> Tensor:  # (n, P)
         r"""Draw by Matheron's rule: θ₀ + S₀ Jᵀ R B⁻¹(ε − Rᵀ J θ₀), θ₀ ~ N(0, S₀), ε ~ N(0, I)."""
-        like, N, C = self.lin.theta, len(self.model.data), self.lin.num_outputs
+        like = self.lin.theta
         z = torch.randn(n, len(like), generator=generator, dtype=like.dtype, device=like.device)
-        noise = torch.randn(n, N, C, generator=generator, dtype=like.dtype, device=like.device)
+        noise = torch.randn(n, len(self._factor()[0]), generator=generator, dtype=like.dtype, device=like.device)
         return self._from_noise(z, noise)
 
-    def _from_noise(self, z: Tensor, noise: Tensor) -> Tensor:  # (n, P), (n, N, C) -> (n, P)
+    def _from_noise(self, z: Tensor, noise: Tensor) -> Tensor:  # (n, P), (n, N C') -> (n, P)
         L, R = self._factor()
         root = {name: cov.root().mT for name, cov in self.prior.covariances().items()}
         theta = rows_times(z, root, self.lin.layout)
-        gap = noise.flatten(1).mT - R.mT @ self.model.push(theta).flatten(1).mT  # (N C, n)
+        gap = noise.mT - R.mT @ self.model.push(theta).flatten(1).mT  # (N C, n)
         u = R @ solve_triangular(L.mT, solve_triangular(L, gap, upper=False), upper=True)
-        return theta + self._pulled(u.mT.reshape(noise.shape))
+        return theta + self._pulled(u.mT.unflatten(1, (-1, self.lin.num_outputs)))
 
     # More data
 
@@ -182,10 +192,11 @@ class FunctionSpacePosterior(Posterior):
         both = type(self)(self.model.with_source(_joined(old, new)), self.prior, self.likelihood)
         with torch.no_grad():
             L, R = self._factor()
-            F, f = self.lin.features(new.x), self.lin(new.x)
-            R2 = self.likelihood.expand(new.y, f, new.weights).R
-            across = (R2.mT @ self._whitened_cross(F).mT).mT  # L⁻¹ Rᵀ K R₂, (N C, n C)
-            B = capacitance_(gram(F, None, self.prior.covariances()), R2) - across.mT @ across
+            R2 = self.likelihood.expand(new.y, self.lin(new.x), new.weights).R
+            F = self.lin.features(new.x).weighted(R2.mT.columns)
+            across = self._whitened_cross(F)  # L⁻¹ Rᵀ K R₂
+            B = gram(F, None, self.prior.covariances()) - across.mT @ across
+            B.diagonal().add_(1)
             size = len(L) + len(B)
             grown = empty((size, size), L).zero_()
             grown[: len(L), : len(L)] = L.tril()

@@ -86,6 +86,11 @@ class LinearModel:
             first += len(data)
 
     @property
+    def kept(self) -> bool:
+        """Whether features stay in memory between passes."""
+        return isinstance(self.source, Data) and self.features_bytes <= self.memory_budget
+
+    @property
     def features_bytes(self) -> int:
         """What the features of all points take; data in memory only."""
         if not isinstance(self.source, Data):

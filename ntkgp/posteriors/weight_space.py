@@ -43,6 +43,9 @@ class WeightSpacePosterior(Posterior):
     def _collect(self) -> Any:
         """Make a pass over the training data."""
 
+    def _prepare(self) -> None:
+        self._statistics()
+
     def _statistics(self) -> Any:
         if self._atoms() is None and self.sites is None and list(self.likelihood.parameters()):
             return self._current("statistics", self._collected)

@@ -40,9 +40,9 @@ def test_function_space_and_weight_space_agree(likelihood, network, prior, refin
 def test_samples_agree_under_shared_noise(likelihood, prior, float64):
     problem = Problem("mlp", likelihood, prior)
     function, full = problem.fit("function"), problem.fit("full")
-    z, noise = torch.randn(4, problem.lin.num_params), torch.randn(4, *problem.lin(problem.x).shape)
-    _, R = function._factor()
-    data_part = problem.lin.vjp(problem.x, (R @ noise.flatten(1).mT).mT.reshape(noise.shape))
+    L, R = function._factor()
+    z, noise = torch.randn(4, problem.lin.num_params), torch.randn(4, len(L))
+    data_part = problem.lin.vjp(problem.x, (R @ noise.mT).mT.unflatten(1, (8, -1)))
     w = torch.linalg.solve_triangular(full._factor(), (z + full._whiten(data_part)).mT, upper=False).mT
     assert_close(function._from_noise(z, noise), full._from_noise(w), **TIGHT)
 

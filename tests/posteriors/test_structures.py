@@ -42,7 +42,7 @@ def kronecker_oracle(problem, post):
         for name, m in layers.items()
     ]
     N, C = lin(problem.x).shape
-    for k in range(C):
+    for k in range(R.shape[-1]):
         f = problem.net(problem.x).reshape(N, C)
         outputs = [caught[name][1] for name in layers]
         for name, g in zip(layers, torch.autograd.grad((f * R[:, :, k]).sum(), outputs), strict=True):
@@ -60,8 +60,7 @@ def kronecker_oracle(problem, post):
         T = a.shape[1]
         A = torch.einsum("nti,ntj->ij", a, a) / (N * T)
         G = torch.einsum("cnto,cntp->op", g, g)
-        bias = g.sum(2)
-        blocks += [torch.kron(G, A), torch.einsum("cno,cnp->op", bias, bias)]
+        blocks += [torch.kron(G, A), G]
     return torch.block_diag(*blocks)
 
 
