@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PEERS ?= .peers
+NTKGP_DATA ?= ../shared/data
 PIP := $(BIN)/python -m pip install --quiet --retries 10 --timeout 60 --constraint constraints.txt
 
-.PHONY: help demo test lint types suite bench-kernel clean
+.PHONY: help demo test lint types suite bench-kernel bench-posteriors reproduce-uci clean
 .DEFAULT_GOAL := help
 
 help:  ## list every target
@@ -37,6 +38,13 @@ bench-kernel: $(VENV)/.ready  ## the tangent kernel beside laplace-torch and neu
 	@test -n "$$(ls -A $(PEERS) 2>/dev/null)" || bash ../shared/peers/setup $(PEERS)
 	@test -d $(PEERS)/asdl || $(PEERS)/laplace/bin/pip install --quiet --no-deps --target $(PEERS)/asdl asdfghjkl==0.1a4
 	@$(BIN)/python benchmarks/kernel.py --peers $(PEERS)
+
+bench-posteriors: $(VENV)/.ready  ## posteriors beside laplace-torch; a table in benchmarks/results/
+	@test -n "$$(ls -A $(PEERS) 2>/dev/null)" || bash ../shared/peers/setup $(PEERS)
+	@$(BIN)/python benchmarks/posteriors.py --peers $(PEERS) --data $(NTKGP_DATA)
+
+reproduce-uci: $(VENV)/.ready  ## Table 1 and Fig. 5 of the local-linearisation paper into docs/results/uci/
+	@$(BIN)/python benchmarks/reproduce/uci.py --data $(NTKGP_DATA)
 
 clean:  ## remove what the targets made, the environments included
 	rm -rf $(VENV) $(PEERS) demo build *.egg-info .pytest_cache .ruff_cache .mypy_cache .coverage

@@ -9,14 +9,13 @@ medians over repeats. The table goes to benchmarks/results/kernel.md, the number
 import argparse
 import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import torch
+from harness import Table, median, peak_mb, run_json, write
 from torch import Tensor, nn
 
 HERE = Path(__file__).parent
@@ -247,51 +246,14 @@ MEASUREMENTS = {
 def child(name: str, *arguments: object) -> dict:
     """Run one measurement in a process of its own; its peak memory is its own, too."""
     command = [sys.executable, __file__, "--measure", name, *map(str, arguments)]
-    return _json(command, f"ours: {name} {' '.join(map(str, arguments))}")
+    return run_json(command, f"ours: {name} {' '.join(map(str, arguments))}")
 
 
 def peer(python: Path, script: str, case: str, n: int, repeats: int, extra: Path | None = None) -> dict:
     """Run a peer's script in its own environment; ``extra`` packages go before those it has."""
     command = [python, HERE / "peers" / script, "--case", case, "--n", str(n), "--repeats", str(repeats)]
     environment = os.environ | ({} if extra is None else {"PYTHONPATH": str(extra)})
-    return _json([*command, "--threads", "2"], f"{script}: {case} {n}", environment)
-
-
-def _json(command: list, label: str, environment: dict | None = None) -> dict:
-    start = time.perf_counter()
-    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    if result.returncode:
-        sys.exit(f"{label} failed:\n{result.stderr}")
-    print(f"  {label}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
-    return json.loads(result.stdout.strip().splitlines()[-1])
-
-
-class Table:
-    """Rows of (what, figure, bar, whether it is met)."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[str, str, str, bool]] = []
-
-    def at_least(self, what: str, ratio: float, bar: float, detail: str) -> None:
-        """Add a ratio, theirs over ours, and its bar."""
-        self.rows.append((what, f"{ratio:.1f}x ({detail})", f">= {bar:g}x", ratio >= bar))
-
-    def at_most(self, what: str, value: float, bar: float, detail: str, form: str = ".2f") -> None:
-        """Add a figure and its bar."""
-        self.rows.append((what, f"{value:{form}} ({detail})", f"<= {bar:g}", value <= bar))
-
-    def note(self, what: str, text: str) -> None:
-        """Add a figure without a bar."""
-        self.rows.append((what, text, "", True))
-
-    def __str__(self) -> str:
-        lines = ["| what | measured | bar | met |", "|---|---|---|---|"]
-        lines += [f"| {w} | {m} | {b} | {('yes' if ok else 'no') if b else ''} |" for w, m, b, ok in self.rows]
-        return "\n".join(lines)
-
-
-def median(times: list[float]) -> float:
-    return statistics.median(times)
+    return run_json([*command, "--threads", "2"], f"{script}: {case} {n}", environment)
 
 
 def run(peers: Path) -> tuple[Table, dict]:
@@ -361,20 +323,6 @@ def run(peers: Path) -> tuple[Table, dict]:
     return table, raw
 
 
-def peak_mb() -> float:
-    """Largest resident memory of this process so far; ru_maxrss would count the parent's too."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) / 1024
-
-
-def machine() -> str:
-    model = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-        "",
-    )
-    return f"{model or platform.processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=Path, help="folder with the peers' environments")
@@ -389,17 +337,7 @@ def main() -> None:
         parser.error("--peers is needed")
     start = time.perf_counter()
     table, raw = run(args.peers.absolute())
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    minutes = (time.perf_counter() - start) / 60
-    title = f"`make bench-kernel` at commit {commit}, seed 0, {machine()}; {minutes:.0f} minutes."
-    text = f"# The kernel beside its peers\n\n{title} Medians; ratios are theirs over ours.\n\n{table}\n"
-    print(text)
-    results = HERE / "results"
-    results.mkdir(exist_ok=True)
-    (results / "kernel.md").write_text(text)
-    (results / "kernel.json").write_text(json.dumps(raw | {"machine": machine(), "commit": commit}, indent=1) + "\n")
+    write("kernel", "make bench-kernel", "The kernel beside its peers", table, raw, start)
 
 
 if __name__ == "__main__":

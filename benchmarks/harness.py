@@ -1,0 +1,79 @@
+"""What the benchmarks share: child processes, tables with bars, and results with their commit and machine."""
+
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).parent
+
+__all__ = ["HERE", "Table", "machine", "median", "peak_mb", "run_json", "write"]
+
+
+def run_json(command: list, label: str, environment: dict | None = None) -> dict:
+    start = time.perf_counter()
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if result.returncode:
+        sys.exit(f"{label} failed:\n{result.stderr}")
+    print(f"  {label}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    return json.loads(result.stdout.strip().splitlines()[-1])
+
+
+class Table:
+    """Rows of (what, figure, bar, whether it is met)."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, str, str, bool]] = []
+
+    def at_least(self, what: str, ratio: float, bar: float, detail: str) -> None:
+        """Add a ratio, theirs over ours, and its bar."""
+        self.rows.append((what, f"{ratio:.1f}x ({detail})", f">= {bar:g}x", ratio >= bar))
+
+    def at_most(self, what: str, value: float, bar: float, detail: str, form: str = ".2f") -> None:
+        """Add a figure and its bar."""
+        self.rows.append((what, f"{value:{form}} ({detail})", f"<= {bar:g}", value <= bar))
+
+    def note(self, what: str, text: str) -> None:
+        """Add a figure without a bar."""
+        self.rows.append((what, text, "", True))
+
+    def __str__(self) -> str:
+        lines = ["| what | measured | bar | met |", "|---|---|---|---|"]
+        lines += [f"| {w} | {m} | {b} | {('yes' if ok else 'no') if b else ''} |" for w, m, b, ok in self.rows]
+        return "\n".join(lines)
+
+
+def median(times: list[float]) -> float:
+    return statistics.median(times)
+
+
+def peak_mb() -> float:
+    """Largest resident memory of this process so far; ru_maxrss would count the parent's too."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) / 1024
+
+
+def machine() -> str:
+    model = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        "",
+    )
+    return f"{model or platform.processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+def write(name: str, command: str, title: str, table: Table, raw: dict, start: float) -> None:
+    """Print the table and keep it, with the numbers behind it, under results/."""
+    result = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    commit, minutes = result.stdout.strip(), (time.perf_counter() - start) / 60
+    origin = f"`{command}` at commit {commit}, seed 0, {machine()}; {minutes:.0f} minutes."
+    text = f"# {title}\n\n{origin} Medians; ratios are theirs over ours.\n\n{table}\n"
+    print(text)
+    results = HERE / "results"
+    results.mkdir(exist_ok=True)
+    (results / f"{name}.md").write_text(text)
+    (results / f"{name}.json").write_text(json.dumps(raw | {"machine": machine(), "commit": commit}, indent=1) + "\n")
