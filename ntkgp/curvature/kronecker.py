@@ -27,6 +27,10 @@ class KroneckerBlock:
     A: Tensor | None  # (d_in, d_in), the mean over examples and positions
     transposed: bool = False  # the parameter is stored (d_in, d_out)
 
+    def converted(self, fn: Callable[[Tensor], Tensor]) -> "KroneckerBlock":
+        """Return the block in another dtype or on another device."""
+        return KroneckerBlock(fn(self.G), None if self.A is None else fn(self.A), self.transposed)
+
 
 @dataclass
 class KroneckerFactors:

@@ -10,6 +10,7 @@ import gpytorch
 import torch
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from ntkgp.likelihoods import Likelihood, SiteBlocks
 from ntkgp.linearization import Features, Linearization
@@ -148,11 +149,14 @@ class Posterior(gpytorch.Module):
         return next(reversed(self.lin._examples.values()))
 
     def _predicted_together(self, x: Input) -> Iterator[Input]:
+        for start in range(0, batch_size(x), step := self._batch(x)):
+            yield take(x, slice(start, start + step))
+
+    def _batch(self, x: Input) -> int:
+        """How many points are predicted together."""
         self.lin.learn(x)
         each = self.lin.pilot().nbytes // 2 + self._bytes_per_point
-        step = max(1, _PREDICT_BYTES // max(1, each))
-        for start in range(0, batch_size(x), step):
-            yield take(x, slice(start, start + step))
+        return max(1, _PREDICT_BYTES // max(1, each))
 
     # p(y)
 
@@ -163,6 +167,7 @@ class Posterior(gpytorch.Module):
         link: str | None = None,
         num_samples: int = 256,
         generator: torch.Generator | None = None,
+        progress: bool | None = None,
     ) -> Prediction:
         """Return the predictive distribution of y at each point.
 
@@ -175,6 +180,7 @@ class Posterior(gpytorch.Module):
                 possible, "mc" otherwise.
             num_samples: how many samples "mc" and "bnn" take.
             generator: where randomness comes from; by default seed 0, so that predictions repeat.
+            progress: whether to show a bar; by default in a terminal, if there is more than one batch.
 
         Raises:
             ValueError: if ``predictive`` or ``link`` is not known for this likelihood.
@@ -193,6 +199,9 @@ class Posterior(gpytorch.Module):
                     Latent(samples=torch.stack([self.lin(part, row) for row in theta]))
                     for part in self._predicted_together(x)
                 )
+            count = -(-batch_size(x) // self._batch(x))
+            hidden = True if count == 1 else None if progress is None else not progress
+            latents = tqdm(latents, total=count, desc="predict", disable=hidden)
             return predictive_of(self.likelihood, latents, link, num_samples, generator)
 
     # Samples
@@ -323,6 +332,20 @@ class Posterior(gpytorch.Module):
     ) -> Self:
         """Return the same posterior with its mean, and Λ, elsewhere."""
         return type(self)(self.model, prior or self.prior, likelihood or self.likelihood, shift, sites, **self._options)
+
+    # As modules are moved
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self.model = self.model.converted(fn)
+        self.shift = None if self.shift is None else fn(self.shift)
+        self.sites = None if self.sites is None else SiteBlocks(fn(self.sites.values))
+        self._forget()
+        return self
+
+    def _forget(self) -> None:
+        """Drop what can be computed again."""
+        self._stamp, self._found = [], {}
 
     # What follows from the hyperparameters, kept while they stay
 

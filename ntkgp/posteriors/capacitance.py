@@ -1,22 +1,47 @@
 """B = I + Rᵀ K R: eigenvalues of at least one, however singular Λ = R Rᵀ is."""
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ntkgp.likelihoods import SiteBlocks
 from ntkgp.linearization import Features
 from ntkgp.operators import gram
 from ntkgp.priors import Covariance
 
-__all__ = ["capacitance", "pairwise_gram"]
+__all__ = ["capacitance", "log_det", "pairwise_gram"]
 
 
 def capacitance(K: Tensor, R: SiteBlocks) -> Tensor:  # (N C, N C) -> (N C', N C')
     """Return I + Rᵀ K R, differentiable in both."""
     B = R.mT @ (R.mT @ K).mT
     return B + B.new_ones(()).expand(len(B)).diag_embed()
+
+
+def log_det(B: Tensor) -> Tensor:  # (n, n) -> ()
+    """Return log |B| of a positive definite matrix, differentiable once.
+
+    Its gradient is B⁻¹: one inverse from the factor, where differentiating the factorisation takes three solves of its
+    size and as many matrices.
+    """
+    return _LogDet.apply(B)
+
+
+class _LogDet(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, B: Tensor) -> Tensor:
+        L = torch.linalg.cholesky(B)
+        ctx.save_for_backward(L)
+        return 2 * L.diagonal().log().sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (L,) = ctx.saved_tensors
+        return g * torch.cholesky_inverse(L)
 
 
 def pairwise_gram(features: Callable[[], Iterable[Features]], S: dict[str, Covariance]) -> Tensor:  # (N C, N C)

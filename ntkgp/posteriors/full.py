@@ -9,6 +9,7 @@ from torch.linalg import solve_triangular
 from ntkgp.curvature import full_ggn
 from ntkgp.likelihoods import Likelihood, SiteBlocks
 from ntkgp.linearization import Features
+from ntkgp.posteriors.capacitance import log_det
 from ntkgp.posteriors.model import LinearModel
 from ntkgp.posteriors.weight_space import WeightSpacePosterior
 from ntkgp.priors import Elementwise, Prior, Uniform
@@ -106,8 +107,7 @@ class FullPosterior(WeightSpacePosterior):
 
     def _log_det(self) -> Tensor:  # ()
         learning = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
-        L = torch.linalg.cholesky(self._capacitance()) if learning else self._factor()
-        return 2 * L.diagonal().log().sum()
+        return log_det(self._capacitance()) if learning else 2 * self._factor().diagonal().log().sum()
 
     def _covariance_times(self, v: Tensor) -> Tensor:  # (P,)
         w = self._whiten(self._kept_columns(v)).unsqueeze(-1)

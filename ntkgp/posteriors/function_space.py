@@ -13,7 +13,7 @@ from ntkgp.linearization.inputs import Input, leaves, rebuild
 from ntkgp.linearization.memory import empty
 from ntkgp.operators import gram, point_blocks
 from ntkgp.posteriors.base import Posterior
-from ntkgp.posteriors.capacitance import capacitance, pairwise_gram
+from ntkgp.posteriors.capacitance import capacitance, log_det, pairwise_gram
 from ntkgp.posteriors.data import Data, checked
 from ntkgp.posteriors.mode import Mode, function_space_mode
 from ntkgp.posteriors.model import LinearModel
@@ -86,6 +86,10 @@ class FunctionSpacePosterior(Posterior):
         C = self.lin.num_outputs
         return 4 * len(self.model.data) * C * C * self.lin.dtype.itemsize
 
+    def _forget(self) -> None:
+        super()._forget()
+        self._atoms = None
+
     # K, R and B
 
     def _root(self) -> SiteBlocks:  # (N, T, k, k')
@@ -132,10 +136,8 @@ class FunctionSpacePosterior(Posterior):
 
     def _log_det(self) -> Tensor:  # ()
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
-            L = torch.linalg.cholesky(capacitance(self._gram(), self._root()))
-        else:
-            L, _ = self._factor()
-        return 2 * L.diagonal().log().sum()
+            return log_det(capacitance(self._gram(), self._root()))
+        return 2 * self._factor()[0].diagonal().log().sum()
 
     # The mode and samples
 

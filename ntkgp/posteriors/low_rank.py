@@ -12,6 +12,7 @@ from torch.linalg import solve_triangular
 from ntkgp.likelihoods import Likelihood, SiteBlocks
 from ntkgp.linearization import Features
 from ntkgp.operators import gram, point_blocks
+from ntkgp.posteriors.capacitance import log_det
 from ntkgp.posteriors.model import LinearModel, join, split
 from ntkgp.posteriors.weight_space import WeightSpacePosterior
 from ntkgp.priors import Prior
@@ -93,8 +94,7 @@ class LowRankPosterior(WeightSpacePosterior):
 
     def _log_det(self) -> Tensor:  # ()
         learning = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
-        L = torch.linalg.cholesky(self._capacitance()) if learning else self._factor()
-        return 2 * L.diagonal().log().sum()
+        return log_det(self._capacitance()) if learning else 2 * self._factor().diagonal().log().sum()
 
     def _whitened_cross(self, F: Features) -> Tensor:  # (k, n, C)
         SW = rows_times(self._W(), self.prior.covariances(), self.lin.layout)

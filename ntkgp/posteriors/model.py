@@ -1,6 +1,6 @@
 """The linear model on its training data: f, J and their products, from features that are computed once."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ntkgp.likelihoods import Likelihood
 from ntkgp.linearization import Features, Linearization
-from ntkgp.linearization.inputs import batch_size
+from ntkgp.linearization.inputs import batch_size, map_leaves
 from ntkgp.posteriors.data import Data, Source, checked
 
 __all__ = ["Chunk", "LinearModel"]
@@ -128,6 +128,15 @@ class LinearModel:
     def split(self, v: Tensor) -> dict[str, Tensor]:  # (S, P) -> {name: (S, p)}
         """Cut flat vectors into those of parameters."""
         return split(self.lin, v)
+
+    def converted(self, fn: Callable[[Tensor], Tensor]) -> "LinearModel":
+        """Return the model in another dtype or on another device; a loader stays what it is."""
+        lin = self.lin.converted(lambda module: module._apply(fn))
+        source = self.source
+        if isinstance(source, Data):
+            weights = None if source.weights is None else fn(source.weights)
+            source = Data(map_leaves(fn, source.x), fn(source.y), weights)
+        return LinearModel(lin, source, self.likelihood, self.memory_budget)
 
     def with_source(self, source: Source) -> "LinearModel":
         """Return the same model on other data."""

@@ -1,7 +1,8 @@
 """The Bayesian-linear-model view: everything through Jᵀ Λ J + S₀⁻¹, over the weights."""
 
 from abc import abstractmethod
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -42,6 +43,14 @@ class WeightSpacePosterior(Posterior):
     @abstractmethod
     def _collect(self) -> Any:
         """Make a pass over the training data."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        if isinstance(self._kept, Tensor):
+            self._kept = fn(self._kept)
+        elif self._kept is not None:
+            self._kept = {name: block.converted(fn) for name, block in self._kept.items()}
+        return self
 
     def _prepare(self) -> None:
         self._statistics()

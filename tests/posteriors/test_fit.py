@@ -133,3 +133,30 @@ def test_a_prior_of_another_network_is_refused():
 def test_class_balance_needs_classes():
     with pytest.raises(ValueError, match="needs one class label"):
         ntkgp.fit(NET, (X, torch.randn(6, 3)), "gaussian", subset=subsets.Stratified(3))
+
+
+@pytest.mark.parametrize("method", ["function", "full", "diag", "kron", "low_rank"])
+def test_a_posterior_moves_to_another_dtype(method):
+    problem = Problem("cnn", "gaussian")
+    options = {"rank": 6} if method == "low_rank" else {}
+    post = problem.fit(method, **options).refine()
+    single = post.latent(problem.x_new)
+    double = post.double()
+    assert double is post
+    found = post.latent(problem.x_new.double())
+    assert found.mean.dtype == torch.float64
+    assert post.prior.precision.dtype == post.likelihood.noise.dtype == torch.float64
+    assert_close(found.mean, single.mean.double(), rtol=1e-4, atol=1e-4)
+    assert_close(found.covariance_matrix, single.covariance_matrix.double(), rtol=1e-3, atol=1e-4)
+    assert post.log_evidence().dtype == torch.float64
+
+
+def test_progress_is_shown_when_asked(float64, monkeypatch, capsys):
+    problem = Problem()
+    post = problem.fit("function")
+    monkeypatch.setattr("ntkgp.posteriors.base._PREDICT_BYTES", 1)
+    post.predict(problem.x_new, progress=True)
+    assert "predict" in capsys.readouterr().err
+    post.predict(problem.x_new, progress=False)
+    post.tune(progress=True)
+    assert "tune" in capsys.readouterr().err
