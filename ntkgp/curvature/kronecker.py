@@ -1,6 +1,6 @@
 """Kronecker factors of Jᵀ Λ J, layer by layer (Martens & Grosse 2015), with all C columns of the curvature's root."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -39,7 +39,7 @@ class KroneckerFactors:
     blocks: dict[str, KroneckerBlock] = field(default_factory=dict)
     num_examples: int = 0
 
-    def add(self, factors: dict[str, list[Factor]], weigh: list[Callable[[Tensor], Tensor]], n: int) -> None:
+    def add(self, factors: dict[str, list[Factor]], weigh: Sequence[Callable[[Tensor], Tensor]], n: int) -> None:
         """Add the examples of a batch.
 
         Args:
@@ -66,7 +66,7 @@ class KroneckerFactors:
         }
 
 
-def _block(uses: list[Factor], weigh: list[Callable[[Tensor], Tensor]], n: int) -> KroneckerBlock:
+def _block(uses: list[Factor], weigh: Sequence[Callable[[Tensor], Tensor]], n: int) -> KroneckerBlock:
     outers = [use for use in uses if isinstance(use, Outer)]
     if len(outers) < len(uses):
         J = torch.stack([use.dense().expand(n, -1, -1) for use in uses]).sum(0)

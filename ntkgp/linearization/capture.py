@@ -56,7 +56,8 @@ def capture(
         f: its output with the graph still alive, (N, outputs).
         trace: the graph of ``f``.
         analysis: what is known about this graph.
-        seeds: what to differentiate, (C, outputs): the identity for J itself.
+        seeds: what to differentiate, (C, outputs): the identity for J itself; or other combinations of outputs for
+            each example, (C, N, outputs).
         differentiable: keep the features differentiable in the inputs.
         work: where to keep cotangents from one batch to the next; they are overwritten, so features must be copied.
     """
@@ -85,8 +86,10 @@ def capture(
     factors: dict[str, list[tuple[int, Factor]]] = {name: [] for name in net.layout.names}
     with torch.set_grad_enabled(differentiable):
         for use in uses:
-            shared = use.node not in G
-            factor = apply_rule(trace.nodes[use.node], use, seeds[None, :, None, :] if shared else G[use.node])
+            output = use.node not in G
+            shared = output and seeds.ndim == 2
+            g = _as_cotangents(seeds) if output else G[use.node]
+            factor = apply_rule(trace.nodes[use.node], use, g)
             factor = factor if differentiable else factor.detach()  # what autograd saved would keep its graph alive
             if isinstance(factor, Dense):
                 factor = Dense(factor.J.expand(n, -1, -1))
@@ -95,6 +98,11 @@ def capture(
             for name, part in _pull_back(net, trace, use, factor, differentiable):
                 factors[name].append((use.node, part))
     return {name: parts for name, parts in factors.items() if parts}
+
+
+def _as_cotangents(seeds: Tensor) -> Tensor:  # (N or 1, C, 1, outputs)
+    by_example = seeds.unsqueeze(1) if seeds.ndim == 2 else seeds
+    return by_example.transpose(0, 1).unsqueeze(2)
 
 
 def _room(work: Workspace | None, node: int, shape: tuple[int, ...], like: Tensor) -> Tensor:

@@ -188,11 +188,15 @@ class Linearization:
             place.copy_(part)
         return features
 
-    def factors(self, x: Input) -> Iterator[tuple[slice, dict[str, list[Factor]]]]:
+    def factors(self, x: Input, u: Tensor | None = None) -> Iterator[tuple[slice, dict[str, list[Factor]]]]:
         """Yield, for a few examples at a time, which they are and the factors of every use of each parameter.
 
         This is what features are assembled from, before positions are contracted. Parameters without a rule have one
         dense factor.
+
+        Args:
+            x: the examples.
+            u: combinations of outputs whose gradients are wanted in place of J, (S, N, C): S backward passes, not C.
         """
         analysis = self.learn(x)
         for start in range(0, batch_size(x), batch := self._capture_batch(analysis)):
@@ -202,10 +206,14 @@ class Linearization:
             with self._net.differentiable(), torch.enable_grad():
                 f = self._net(pair)
                 t = trace(f, leaves(pair))
-                found = capture(self._net, f, t, self._analysis_of(pair, t), self._basis(f))
+                seeds = self._basis(f)
+                if u is not None:
+                    seeds = (u[:, start : start + n] @ seeds).expand(-1, len(f), -1)
+                found = capture(self._net, f, t, self._analysis_of(pair, t), seeds)
             uses: dict[str, list[Factor]] = {name: [factor[:n] for _, factor in parts] for name, parts in found.items()}
             for name in analysis.fallback:
-                uses[name] = [Dense(self._by_example(part, [name], False))]
+                J = self._by_example(part, [name], False)
+                uses[name] = [Dense(J if u is None else u[:, start : start + n].transpose(0, 1) @ J)]
             yield slice(start, start + n), uses
 
     def pilot(self) -> Features:

@@ -1,5 +1,6 @@
 """Layer by layer, inputs times outputs."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from ntkgp.curvature import KroneckerFactors
 from ntkgp.curvature.kronecker import KroneckerBlock
 from ntkgp.likelihoods import Likelihood, SiteBlocks
-from ntkgp.posteriors.model import LinearModel
+from ntkgp.posteriors.model import Chunk, LinearModel
 from ntkgp.posteriors.weight_space import BlockPosterior
 from ntkgp.priors import Covariance, Prior, Separable, Uniform
 from ntkgp.priors.covariance import Rotated
@@ -19,8 +20,18 @@ __all__ = ["KroneckerPosterior"]
 class KroneckerPosterior(BlockPosterior):
     r"""Σ = (G ⊗ A + S₀⁻¹)⁻¹ for each layer, exactly, through the eigenvectors of the factors.
 
-    With S₀ = L Lᵀ the eigendecomposition is that of the whitened factors. ``damped`` replaces
-    G ⊗ A + α I by (G + √α I) ⊗ (A + √α I), as Ritter et al. (2018) do.
+    With S₀ = L Lᵀ the eigendecomposition is that of the whitened factors.
+
+    Args:
+        model: the linear model on its training data.
+        prior: N(m₀, S₀).
+        likelihood: p(y | f).
+        shift: δ; see :class:`Posterior`.
+        sites: R; see :class:`Posterior`.
+        damped: whether to replace G ⊗ A + α I by (G + √α I) ⊗ (A + √α I), as Ritter et al. (2018) do.
+        num_samples: for networks with very many outputs, estimate G from so many random columns R ε of each point, with
+            as many backward passes, instead of taking all of R.
+        seed: of these columns.
     """
 
     method = "kron"
@@ -33,9 +44,13 @@ class KroneckerPosterior(BlockPosterior):
         shift: Tensor | None = None,
         sites: SiteBlocks | None = None,
         damped: bool = False,
+        num_samples: int | None = None,
+        seed: int = 0,
     ) -> None:
         super().__init__(model, prior, likelihood, shift, sites)
-        self.damped = damped
+        self.damped, self.num_samples, self.seed = damped, num_samples, seed
+        if num_samples is not None and num_samples < 1:
+            raise ValueError(f"num_samples must be at least 1, but is {num_samples}")
         for name, cov in prior.covariances().items():
             whole = isinstance(cov, Separable) and (cov.V is None or cov.V.shape[-1] * cov.d_0 == self._size(name))
             if not (isinstance(cov, Uniform) or (whole and not damped)):
@@ -49,15 +64,33 @@ class KroneckerPosterior(BlockPosterior):
 
     @property
     def _options(self) -> dict[str, Any]:
-        return {"damped": self.damped}
+        return {"damped": self.damped, "num_samples": self.num_samples, "seed": self.seed}
 
     def _collect(self) -> dict[str, KroneckerBlock]:
-        factors = KroneckerFactors()
+        factors, generator = KroneckerFactors(), torch.Generator(self.lin.device).manual_seed(self.seed)
         for chunk in self.model:
             roots = self._roots(chunk)
-            for some, uses in self.lin.factors(chunk.data.x):
-                factors.add(uses, [root[some].mT.columns for root in roots], some.stop - some.start)
+            if self.num_samples is None:
+                for some, uses in self.lin.factors(chunk.data.x):
+                    factors.add(uses, [root[some].mT.columns for root in roots], some.stop - some.start)
+            else:
+                self._add_samples(factors, chunk, roots, generator)
         return factors.finished()
+
+    def _add_samples(
+        self, factors: KroneckerFactors, chunk: Chunk, roots: list[SiteBlocks], generator: torch.Generator
+    ) -> None:
+        """Add g gᵀ for g = Jᵀ R ε / √S, whose mean is Jᵀ Λ J; each atom of Λ has draws of its own."""
+        S, A = self.num_samples or 1, len(roots)
+        columns = []
+        for R in roots:
+            size = R.values.shape[-3] * R.values.shape[-1]
+            shape = S, len(chunk.data), size
+            noise = torch.randn(shape, generator=generator, dtype=chunk.f.dtype, device=chunk.f.device)
+            columns.append(R.apply(noise) / S**0.5)
+        picks = [partial(_outputs, which=slice(i * S, (i + 1) * S)) for i in range(A)]
+        for some, uses in self.lin.factors(chunk.data.x, torch.cat(columns)):
+            factors.add(uses, picks, some.stop - some.start)
 
     def _factors(self, name: str) -> tuple[Tensor, Tensor]:  # (d_out, d_out), (d_in, d_in)
         """Return G and A under the current noise, in the order in which the parameter is stored."""
@@ -111,6 +144,10 @@ class KroneckerPosterior(BlockPosterior):
             else:
                 total = total + torch.log1p(torch.outer(g, a)).sum()
         return total
+
+
+def _outputs(J: Tensor, which: slice) -> Tensor:  # (n, C, p) -> (n, S, p)
+    return J[:, which]
 
 
 def _separable_root(cov: Covariance) -> Separable:

@@ -31,6 +31,19 @@ def test_factors_of_all_uses_add_up_to_the_jacobian(case):
     assert seen == batch_size(x)
 
 
+def test_factors_of_combinations_are_those_of_their_gradients(case):
+    net, x = case.build()
+    lin = ntkgp.Linearization(net, case.parameters, example=x)
+    J, at = dense_jacobian(net, x, lin.layout.names), lin.layout.slices
+    u = torch.randn(2, *J.shape[:2], dtype=torch.float64)
+    combined = torch.einsum("snc,ncp->nsp", u, J)
+    for some, uses in lin.factors(x, u):
+        n = some.stop - some.start
+        for name, factors in uses.items():
+            found = sum(factor.dense().expand(n, -1, -1) for factor in factors)
+            assert_close(found, combined[some, :, at[name]], rtol=1e-8, atol=1e-9)
+
+
 def test_a_restricted_linearisation_sees_some_parameters_only():
     net, x = BY_NAME["mlp"].build()
     lin = ntkgp.Linearization(net, example=x)

@@ -107,6 +107,19 @@ def test_damping_adds_the_root_of_the_precision_to_each_factor(float64):
     assert_close(post.latent(x_new).covariance_matrix, J @ covariance @ J.mT, **TIGHT)
 
 
+@pytest.mark.parametrize("likelihood", ["noise by output", "categorical", "pixels"])
+def test_sampled_kronecker_factors_have_the_exact_ones_as_their_mean(likelihood, float64):
+    problem = Problem("cnn", likelihood)
+    exact = problem.fit("kron")._statistics()
+    draws = [problem.fit("kron", num_samples=4, seed=s)._statistics() for s in range(200)]
+    for name, block in exact.items():
+        G = torch.stack([draw[name].G for draw in draws])
+        error = G.std(0) / 200**0.5
+        assert ((G.mean(0) - block.G).abs() <= 5 * error + 1e-9).all()
+        if block.A is not None:
+            assert_close(draws[0][name].A, block.A)
+
+
 def test_low_rank_keeps_the_leading_directions_and_the_prior_elsewhere(float64):
     problem = Problem("cnn", "categorical", "grouped")
     post = problem.fit("low_rank", rank=5)
