@@ -6,7 +6,7 @@ PEERS ?= .peers
 NTKGP_DATA ?= ../shared/data
 PIP := $(BIN)/python -m pip install --quiet --retries 10 --timeout 60 --constraint constraints.txt
 
-.PHONY: help demo test lint types suite bench-kernel bench-posteriors reproduce-uci clean
+.PHONY: help demo test lint types suite bench-kernel bench-posteriors reproduce-uci reproduce-regression reproduce-figures clean
 .DEFAULT_GOAL := help
 
 help:  ## list every target
@@ -45,6 +45,12 @@ bench-posteriors: $(VENV)/.ready  ## posteriors beside laplace-torch; a table in
 
 reproduce-uci: $(VENV)/.ready  ## Table 1 and Fig. 5 of the local-linearisation paper into docs/results/uci/
 	@$(BIN)/python benchmarks/reproduce/uci.py --data $(NTKGP_DATA)
+
+reproduce-regression: $(VENV)/.ready  ## standard and gap splits of UCI regression into docs/results/regression/
+	@$(BIN)/python benchmarks/reproduce/regression.py --data $(NTKGP_DATA)
+
+reproduce-figures: $(VENV)/.ready  ## the banana, and posteriors in one dimension, into docs/results/figures/
+	@$(BIN)/python benchmarks/reproduce/figures.py --data $(NTKGP_DATA)
 
 clean:  ## remove what the targets made, the environments included
 	rm -rf $(VENV) $(PEERS) demo build *.egg-info .pytest_cache .ruff_cache .mypy_cache .coverage

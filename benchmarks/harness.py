@@ -12,7 +12,7 @@ import torch
 
 HERE = Path(__file__).parent
 
-__all__ = ["HERE", "Table", "machine", "median", "peak_mb", "run_json", "write"]
+__all__ = ["HERE", "Table", "commit", "machine", "median", "peak_mb", "run_json", "write"]
 
 
 def run_json(command: list, label: str, environment: dict | None = None) -> dict:
@@ -58,6 +58,12 @@ def peak_mb() -> float:
     return int(line.split()[1]) / 1024
 
 
+def commit() -> str:
+    """Return the short name of the commit that is checked out."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
 def machine() -> str:
     model = next(
         (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
@@ -68,12 +74,11 @@ def machine() -> str:
 
 def write(name: str, command: str, title: str, table: Table, raw: dict, start: float) -> None:
     """Print the table and keep it, with the numbers behind it, under results/."""
-    result = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    commit, minutes = result.stdout.strip(), (time.perf_counter() - start) / 60
-    origin = f"`{command}` at commit {commit}, seed 0, {machine()}; {minutes:.0f} minutes."
+    minutes = (time.perf_counter() - start) / 60
+    origin = f"`{command}` at commit {commit()}, seed 0, {machine()}; {minutes:.0f} minutes."
     text = f"# {title}\n\n{origin} Medians; ratios are theirs over ours.\n\n{table}\n"
     print(text)
     results = HERE / "results"
     results.mkdir(exist_ok=True)
     (results / f"{name}.md").write_text(text)
-    (results / f"{name}.json").write_text(json.dumps(raw | {"machine": machine(), "commit": commit}, indent=1) + "\n")
+    (results / f"{name}.json").write_text(json.dumps(raw | {"machine": machine(), "commit": commit()}, indent=1) + "\n")
