@@ -101,6 +101,21 @@ class Linearization:
         return self.layout.join({name: p.detach() for name, p in self._net.parameters.items()})
 
     @property
+    def example(self) -> Input:
+        """Two examples like those seen last."""
+        self._seen("an example")
+        return next(reversed(self._examples.values()))
+
+    @property
+    def outputs(self) -> Tensor | None:  # (C, outputs of the network)
+        """Which combinations of the network's outputs are meant; None for the outputs themselves."""
+        return self._seeds
+
+    def fingerprint(self) -> str:
+        """Return a digest of all parameters and buffers of the network, whatever is Bayesian."""
+        return self._net.fingerprint()
+
+    @property
     def dtype(self) -> torch.dtype:
         """Dtype of the parameters."""
         return self._net.dtype

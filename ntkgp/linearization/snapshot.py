@@ -1,5 +1,6 @@
 """A private, frozen copy of the user's network: what is linearised never moves and never touches the original."""
 
+import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -88,6 +89,14 @@ class Snapshot:
         if f.ndim == 0:
             raise ValueError("the network returned a scalar: it must return one output per example")
         return f if f.ndim == 2 else f.reshape(f.shape[0], -1)
+
+    def fingerprint(self) -> str:
+        """Return a digest of all parameters and buffers."""
+        digest = hashlib.sha256()
+        for name, value in sorted(self.module.state_dict().items()):
+            digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
 
     @contextmanager
     def differentiable(self) -> Iterator[None]:

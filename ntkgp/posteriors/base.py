@@ -1,5 +1,6 @@
 """What every posterior offers: one protocol for both spaces and all structures."""
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -19,11 +20,13 @@ from ntkgp.posteriors.mode import Certificate, Mode
 from ntkgp.posteriors.model import Chunk, LinearModel, join, split
 from ntkgp.posteriors.prediction import Latent, Prediction, predictive_of
 from ntkgp.priors import Prior
-from ntkgp.priors.covariance import rows_times
 
 __all__ = ["Posterior"]
 
 _PREDICT_BYTES = 256 << 20  # what the features of the points that are predicted together may take
+
+
+_ROUNDING = 1e-2  # of the largest eigenvalue: negative ones down to this are repaired in silence
 
 
 class Posterior(gpytorch.Module):
@@ -130,7 +133,7 @@ class Posterior(gpytorch.Module):
         return f if self.shift is None else f + F.jvp(split(self.lin, self.shift.unsqueeze(0)))[0]
 
     def _joint_latent(self, x: Input) -> MultitaskMultivariateNormal:
-        extra = leaves(x)[0].ndim - leaves(self._example)[0].ndim
+        extra = leaves(x)[0].ndim - leaves(self.lin.example)[0].ndim
         if extra > 1:
             raise ValueError(f"x has {extra} dimensions too many: joint latents take (q, ...) or (b, q, ...)")
         batches = [x] if extra == 0 else [take(x, i) for i in range(batch_size(x))]  # type: ignore[arg-type]
@@ -143,10 +146,6 @@ class Posterior(gpytorch.Module):
         if extra == 0:
             mean, covariance = mean[0], covariance[0]
         return MultitaskMultivariateNormal(mean, covariance)
-
-    @property
-    def _example(self) -> Input:
-        return next(reversed(self.lin._examples.values()))
 
     def _predicted_together(self, x: Input) -> Iterator[Input]:
         for start in range(0, batch_size(x), step := self._batch(x)):
@@ -257,8 +256,7 @@ class Posterior(gpytorch.Module):
 
     def _penalty(self, delta: Tensor) -> Tensor:  # ()
         distance = self.lin.theta + delta - self.prior.mean
-        precision = {name: cov.inverse() for name, cov in self.prior.covariances().items()}
-        return distance @ rows_times(distance, precision, self.lin.layout)
+        return distance @ self.prior.precision_times(distance)
 
     def _moved(self, chunk: Chunk, delta: Tensor | None) -> Tensor:  # (n, C)
         return chunk.f if delta is None else chunk.f + chunk.F.jvp(split(self.lin, delta.unsqueeze(0)))[0]
@@ -271,8 +269,7 @@ class Posterior(gpytorch.Module):
 
     def _gradient(self, delta: Tensor, residual: Callable[[Chunk, Tensor], Tensor] | None = None) -> Tensor:  # (P,)
         """Return Jᵀ r − S₀⁻¹(θ − m₀) at θ = θ* + δ, with r the likelihood's, or what ``residual`` says."""
-        precision = {name: cov.inverse() for name, cov in self.prior.covariances().items()}
-        g = -rows_times(self.lin.theta + delta - self.prior.mean, precision, self.lin.layout)
+        g = -self.prior.precision_times(self.lin.theta + delta - self.prior.mean)
         for chunk in self.model:
             f = self._moved(chunk, delta)
             if residual is None:
@@ -350,25 +347,27 @@ class Posterior(gpytorch.Module):
     # What follows from the hyperparameters, kept while they stay
 
     def _current(self, key: str, make: Callable[[], Any]) -> Any:
-        now = [p.detach() for p in self.parameters()]
+        now = [t.detach() for t in (*self.parameters(), *self.buffers())]
         same = len(now) == len(self._stamp) and all(torch.equal(a, b) for a, b in zip(now, self._stamp, strict=True))
         if not same:
-            self._stamp, self._found = [p.clone() for p in now], {}
+            self._stamp, self._found = [t.clone() for t in now], {}
         if key not in self._found:
             self._found[key] = make()
         return self._found[key]
 
 
 def _valid(covariance: Tensor) -> Tensor:  # (..., d, d)
-    """Return a symmetric matrix without negative eigenvalues; only what rounding can do is repaired."""
+    """Return a symmetric matrix without negative eigenvalues; if more than rounding is repaired, a warning says so."""
     covariance = (covariance + covariance.mT) / 2
-    if covariance.shape[-1] == 1:
-        return covariance.clamp(min=0)
     bad = torch.linalg.cholesky_ex(covariance).info > 0
-    if bad.any():
-        values, vectors = torch.linalg.eigh(covariance[bad] if bad.ndim else covariance)
-        repaired = (vectors * values.clamp(min=0).unsqueeze(-2)) @ vectors.mT
-        if not bad.ndim:
-            return repaired
-        covariance = covariance.index_put((bad,), repaired)
-    return covariance
+    if not bad.any():
+        return covariance
+    values, vectors = torch.linalg.eigh(covariance[bad] if bad.ndim else covariance)
+    if (values[..., 0] < -_ROUNDING * values[..., -1].abs()).any():
+        warnings.warn(
+            f"{covariance.dtype} cannot resolve some posterior variances, which are tiny beside the prior's: they are "
+            "set to zero where they came out negative; use float64 to see them",
+            stacklevel=4,
+        )
+    repaired = (vectors * values.clamp(min=0).unsqueeze(-2)) @ vectors.mT
+    return covariance.index_put((bad,), repaired) if bad.ndim else repaired

@@ -1,14 +1,14 @@
 """Every weight by itself."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ntkgp.curvature import diagonal_ggn
-from ntkgp.likelihoods import Likelihood, SiteBlocks
-from ntkgp.posteriors.model import LinearModel, join
+from ntkgp.posteriors.model import join
 from ntkgp.posteriors.weight_space import BlockPosterior
-from ntkgp.priors import Covariance, Elementwise, Prior, Uniform
-from ntkgp.priors.covariance import rows_times
+from ntkgp.priors import Covariance, Elementwise, Uniform
 
 __all__ = ["DiagonalPosterior"]
 
@@ -18,16 +18,9 @@ class DiagonalPosterior(BlockPosterior):
 
     method = "diag"
 
-    def __init__(
-        self,
-        model: LinearModel,
-        prior: Prior,
-        likelihood: Likelihood,
-        shift: Tensor | None = None,
-        sites: SiteBlocks | None = None,
-    ) -> None:
-        super().__init__(model, prior, likelihood, shift, sites)
-        if not all(isinstance(cov, Uniform | Elementwise) for cov in prior.covariances().values()):
+    def __init__(self, *state: Any) -> None:
+        super().__init__(*state)
+        if not all(isinstance(cov, Uniform | Elementwise) for cov in self.prior.covariances().values()):
             raise ValueError('method="diag" needs a prior without correlations: Isotropic, Grouped or Diagonal')
 
     def _collect(self) -> Tensor:  # (atoms, P)
@@ -41,7 +34,7 @@ class DiagonalPosterior(BlockPosterior):
         return torch.tensordot(self._coefficients(), self._statistics(), 1)
 
     def _prior_variances(self) -> Tensor:  # (P,)
-        return rows_times(torch.ones_like(self.lin.theta), self.prior.covariances(), self.lin.layout)
+        return self.prior.covariance_times(torch.ones_like(self.lin.theta))
 
     def _covariances(self) -> dict[str, Covariance]:
         variances = (self._diagonal() + self._prior_variances().reciprocal()).reciprocal()

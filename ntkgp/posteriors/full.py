@@ -7,13 +7,11 @@ from torch import Tensor
 from torch.linalg import solve_triangular
 
 from ntkgp.curvature import full_ggn
-from ntkgp.likelihoods import Likelihood, SiteBlocks
+from ntkgp.likelihoods import SiteBlocks
 from ntkgp.linearization import Features
 from ntkgp.posteriors.capacitance import log_det
-from ntkgp.posteriors.model import LinearModel
 from ntkgp.posteriors.weight_space import WeightSpacePosterior
-from ntkgp.priors import Elementwise, Prior, Uniform
-from ntkgp.priors.covariance import rows_times
+from ntkgp.priors import Elementwise, Uniform
 
 __all__ = ["FullPosterior"]
 
@@ -22,27 +20,18 @@ class FullPosterior(WeightSpacePosterior):
     r"""Σ = (Jᵀ Λ J + S₀⁻¹)⁻¹ = L B⁻¹ Lᵀ with S₀ = L Lᵀ and B = I + Lᵀ Jᵀ Λ J L, P x P.
 
     Args:
-        model: the linear model on its training data.
-        prior: N(m₀, S₀).
-        likelihood: p(y | f).
-        shift: δ; see :class:`Posterior`.
+        state: as for :class:`Posterior`.
         index: which weights are random, if not all are: the rest stay at θ* (needs a diagonal S₀).
     """
 
     method = "full"
 
-    def __init__(
-        self,
-        model: LinearModel,
-        prior: Prior,
-        likelihood: Likelihood,
-        shift: Tensor | None = None,
-        sites: SiteBlocks | None = None,
-        index: Tensor | None = None,
-    ) -> None:
-        super().__init__(model, prior, likelihood, shift, sites)
+    def __init__(self, *state: Any, index: Tensor | None = None) -> None:
+        super().__init__(*state)
         self.index = index
-        if index is not None and not all(isinstance(c, Uniform | Elementwise) for c in prior.covariances().values()):
+        if index is not None and not all(
+            isinstance(c, Uniform | Elementwise) for c in self.prior.covariances().values()
+        ):
             raise ValueError("a subnetwork of single weights needs a prior without correlations")
 
     @property
@@ -71,16 +60,14 @@ class FullPosterior(WeightSpacePosterior):
         return LHL + LHL.new_ones(()).expand(len(LHL)).diag_embed()
 
     def _whiten(self, J: Tensor) -> Tensor:  # J L, (..., P') -> (..., P')
-        root = {name: cov.root() for name, cov in self.prior.covariances().items()}
         if self.index is None:
-            return rows_times(J, root, self.lin.layout)
-        return J * rows_times(torch.ones_like(self.lin.theta), root, self.lin.layout)[self.index]
+            return self.prior.whiten(J)
+        return J * self.prior.whiten(torch.ones_like(self.lin.theta))[self.index]
 
     def _unwhiten(self, z: Tensor) -> Tensor:  # (L zᵀ)ᵀ, (..., P') -> (..., P)
-        root = {name: cov.root().mT for name, cov in self.prior.covariances().items()}
         if self.index is not None:
             z = z.new_zeros(*z.shape[:-1], self.lin.num_params).index_copy(-1, self.index, z)
-        return rows_times(z, root, self.lin.layout)
+        return self.prior.spread(z)
 
     def _factor(self) -> Tensor:  # Cholesky factor of B
         def factorise() -> Tensor:

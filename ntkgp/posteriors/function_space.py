@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.linalg import solve_triangular
 
-from ntkgp.likelihoods import Likelihood, SiteBlocks
+from ntkgp.likelihoods import SiteBlocks
 from ntkgp.linearization import Features
 from ntkgp.linearization.inputs import Input, leaves, rebuild
 from ntkgp.linearization.memory import empty
@@ -16,9 +16,7 @@ from ntkgp.posteriors.base import Posterior
 from ntkgp.posteriors.capacitance import capacitance, log_det, pairwise_gram
 from ntkgp.posteriors.data import Data, checked
 from ntkgp.posteriors.mode import Mode, function_space_mode
-from ntkgp.posteriors.model import LinearModel
-from ntkgp.priors import Covariance, LinearPrior, Prior
-from ntkgp.priors.covariance import rows_times
+from ntkgp.priors import Covariance, LinearPrior
 
 __all__ = ["FunctionSpacePosterior"]
 
@@ -28,27 +26,11 @@ class FunctionSpacePosterior(Posterior):
 
     Fitting costs one Gram matrix and one Cholesky factorisation; a prediction one pass over x, one product with the
     training features, and one triangular solve.
-
-    Args:
-        model: the linear model on training data in memory.
-        prior: N(m₀, S₀).
-        likelihood: p(y | f).
-        shift: δ; see :class:`Posterior`.
-        sites: R if it is not that of the likelihood at f + J δ.
     """
 
     method = "function"
 
-    def __init__(
-        self,
-        model: LinearModel,
-        prior: Prior,
-        likelihood: Likelihood,
-        shift: Tensor | None = None,
-        sites: SiteBlocks | None = None,
-    ) -> None:
-        super().__init__(model, prior, likelihood, shift, sites)
-        self._atoms: Tensor | None = None  # K_j of a linear prior, which no hyperparameter changes
+    _atoms: Tensor | None = None  # K_j of a linear prior, which no hyperparameter changes
 
     def _prepare(self) -> None:
         self._factor()
@@ -128,7 +110,7 @@ class FunctionSpacePosterior(Posterior):
             # Column-major and in place: a symmetric matrix is its own transpose.
             L, info = torch.linalg.cholesky_ex(B.mT, out=(B.mT, torch.empty((), dtype=torch.int32, device=B.device)))
             if info.item():
-                raise RuntimeError(
+                raise torch.linalg.LinAlgError(
                     f"B = I + RᵀKR lost positive definiteness in {B.dtype} (row {info.item()} of {len(B)}): "
                     "use lin.double(), or a larger prior precision"
                 )
@@ -151,11 +133,11 @@ class FunctionSpacePosterior(Posterior):
         return Mode(start + self._pulled(alpha.unsqueeze(0))[0], certificate)
 
     def _pulled(self, u: Tensor) -> Tensor:  # S₀ Jᵀ u, (S, N, C) -> (S, P)
-        return rows_times(self.model.pull(u), self.prior.covariances(), self.lin.layout)
+        return self.prior.covariance_times(self.model.pull(u))
 
     def _covariance_times(self, v: Tensor) -> Tensor:  # S₀ v − S₀ Jᵀ R B⁻¹ Rᵀ J S₀ v, (P,)
         L, R = self._factor()
-        Sv = rows_times(v, self.prior.covariances(), self.lin.layout)
+        Sv = self.prior.covariance_times(v)
         u = R.mT @ self.model.push(Sv.unsqueeze(0)).reshape(-1, 1)
         u = R @ solve_triangular(L.mT, solve_triangular(L, u, upper=False), upper=True)
         return Sv - self._pulled(u.view(1, -1, self.lin.num_outputs))[0]
@@ -169,8 +151,7 @@ class FunctionSpacePosterior(Posterior):
 
     def _from_noise(self, z: Tensor, noise: Tensor) -> Tensor:  # (n, P), (n, N C') -> (n, P)
         L, R = self._factor()
-        root = {name: cov.root().mT for name, cov in self.prior.covariances().items()}
-        theta = rows_times(z, root, self.lin.layout)
+        theta = self.prior.spread(z)
         gap = noise.mT - R.mT @ self.model.push(theta).flatten(1).mT  # (N C, n)
         u = R @ solve_triangular(L.mT, solve_triangular(L, gap, upper=False), upper=True)
         return theta + self._pulled(u.mT.unflatten(1, (-1, self.lin.num_outputs)))

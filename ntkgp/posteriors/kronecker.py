@@ -8,10 +8,10 @@ from torch import Tensor
 
 from ntkgp.curvature import KroneckerFactors
 from ntkgp.curvature.kronecker import KroneckerBlock
-from ntkgp.likelihoods import Likelihood, SiteBlocks
-from ntkgp.posteriors.model import Chunk, LinearModel
+from ntkgp.likelihoods import SiteBlocks
+from ntkgp.posteriors.model import Chunk
 from ntkgp.posteriors.weight_space import BlockPosterior
-from ntkgp.priors import Covariance, Prior, Separable, Uniform
+from ntkgp.priors import Covariance, Separable, Uniform
 from ntkgp.priors.covariance import Rotated
 
 __all__ = ["KroneckerPosterior"]
@@ -23,11 +23,7 @@ class KroneckerPosterior(BlockPosterior):
     With S₀ = L Lᵀ the eigendecomposition is that of the whitened factors.
 
     Args:
-        model: the linear model on its training data.
-        prior: N(m₀, S₀).
-        likelihood: p(y | f).
-        shift: δ; see :class:`Posterior`.
-        sites: R; see :class:`Posterior`.
+        state: as for :class:`Posterior`.
         damped: whether to replace G ⊗ A + α I by (G + √α I) ⊗ (A + √α I), as Ritter et al. (2018) do.
         num_samples: for networks with very many outputs, estimate G from so many random columns R ε of each point, with
             as many backward passes, instead of taking all of R.
@@ -36,22 +32,12 @@ class KroneckerPosterior(BlockPosterior):
 
     method = "kron"
 
-    def __init__(
-        self,
-        model: LinearModel,
-        prior: Prior,
-        likelihood: Likelihood,
-        shift: Tensor | None = None,
-        sites: SiteBlocks | None = None,
-        damped: bool = False,
-        num_samples: int | None = None,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(model, prior, likelihood, shift, sites)
+    def __init__(self, *state: Any, damped: bool = False, num_samples: int | None = None, seed: int = 0) -> None:
+        super().__init__(*state)
         self.damped, self.num_samples, self.seed = damped, num_samples, seed
         if num_samples is not None and num_samples < 1:
             raise ValueError(f"num_samples must be at least 1, but is {num_samples}")
-        for name, cov in prior.covariances().items():
+        for name, cov in self.prior.covariances().items():
             whole = isinstance(cov, Separable) and (cov.V is None or cov.V.shape[-1] * cov.d_0 == self._size(name))
             if not (isinstance(cov, Uniform) or (whole and not damped)):
                 raise ValueError(

@@ -9,14 +9,11 @@ from scipy.sparse.linalg import eigsh
 from torch import Tensor
 from torch.linalg import solve_triangular
 
-from ntkgp.likelihoods import Likelihood, SiteBlocks
 from ntkgp.linearization import Features
 from ntkgp.operators import gram, point_blocks
 from ntkgp.posteriors.capacitance import log_det
-from ntkgp.posteriors.model import LinearModel, join, split
+from ntkgp.posteriors.model import join, split
 from ntkgp.posteriors.weight_space import WeightSpacePosterior
-from ntkgp.priors import Prior
-from ntkgp.priors.covariance import rows_times
 
 __all__ = ["LowRankPosterior"]
 
@@ -27,25 +24,14 @@ class LowRankPosterior(WeightSpacePosterior):
     Works with any prior: W does not depend on it. Directions that are left out keep their prior variance.
 
     Args:
-        model: the linear model on its training data.
-        prior: N(m₀, S₀).
-        likelihood: p(y | f).
-        shift: δ; see :class:`Posterior`.
+        state: as for :class:`Posterior`.
         rank: k.
     """
 
     method = "low_rank"
 
-    def __init__(
-        self,
-        model: LinearModel,
-        prior: Prior,
-        likelihood: Likelihood,
-        shift: Tensor | None = None,
-        sites: SiteBlocks | None = None,
-        rank: int = 100,
-    ) -> None:
-        super().__init__(model, prior, likelihood, shift, sites)
+    def __init__(self, *state: Any, rank: int = 100) -> None:
+        super().__init__(*state)
         if not 1 <= rank < self.lin.num_params:
             raise ValueError(f"rank must be from 1 to {self.lin.num_params - 1}, but is {rank}")
         self.rank = rank
@@ -82,7 +68,7 @@ class LowRankPosterior(WeightSpacePosterior):
 
     def _capacitance(self) -> Tensor:  # I + Wᵀ S₀ W
         W = self._W()
-        B = W @ rows_times(W, self.prior.covariances(), self.lin.layout).mT
+        B = W @ self.prior.covariance_times(W).mT
         return B + B.new_ones(()).expand(len(B)).diag_embed()
 
     def _factor(self) -> Tensor:
@@ -97,7 +83,7 @@ class LowRankPosterior(WeightSpacePosterior):
         return log_det(self._capacitance()) if learning else 2 * self._factor().diagonal().log().sum()
 
     def _whitened_cross(self, F: Features) -> Tensor:  # (k, n, C)
-        SW = rows_times(self._W(), self.prior.covariances(), self.lin.layout)
+        SW = self.prior.covariance_times(self._W())
         cross = F.jvp(split(self.lin, SW))
         return solve_triangular(self._factor(), cross.flatten(1), upper=False).view(cross.shape)
 
@@ -110,16 +96,16 @@ class LowRankPosterior(WeightSpacePosterior):
         return (gram(F, None, self.prior.covariances()).double() - V.mT @ V).to(F.like.dtype)
 
     def _covariance_times(self, v: Tensor) -> Tensor:  # (P,)
-        S0, L, W = self.prior.covariances(), self._factor(), self._W()
-        Sv = rows_times(v, S0, self.lin.layout)
+        L, W = self._factor(), self._W()
+        Sv = self.prior.covariance_times(v)
         u = solve_triangular(L.mT, solve_triangular(L, (W @ Sv).unsqueeze(-1), upper=False), upper=True)
-        return Sv - rows_times(u.squeeze(-1) @ W, S0, self.lin.layout)
+        return Sv - self.prior.covariance_times(u.squeeze(-1) @ W)
 
     def _centred_weights(self, n: int, generator: torch.Generator | None) -> Tensor:  # (n, P)
-        S0, L, W = self.prior.covariances(), self._factor(), self._W()
+        L, W = self._factor(), self._W()
         z = torch.randn(n, self.lin.num_params, generator=generator, dtype=W.dtype, device=W.device)
         noise = torch.randn(len(W), n, generator=generator, dtype=W.dtype, device=W.device)
-        theta = rows_times(z, {name: cov.root().mT for name, cov in S0.items()}, self.lin.layout)
+        theta = self.prior.spread(z)
         gap = noise - W @ theta.mT
         u = solve_triangular(L.mT, solve_triangular(L, gap, upper=False), upper=True)
-        return theta + rows_times(u.mT @ W, S0, self.lin.layout)
+        return theta + self.prior.covariance_times(u.mT @ W)

@@ -1,6 +1,5 @@
 """Posteriors on disk: a folder with tensors (safetensors) and what they mean (JSON). Nothing in it is executed."""
 
-import hashlib
 import json
 import os
 import shutil
@@ -100,15 +99,6 @@ def load(path: str | Path, net: nn.Module | Linearization, likelihood: Likelihoo
     return _rebuilt(meta, tensors, lin, likelihood)
 
 
-def fingerprint(lin: Linearization) -> str:
-    """Return a digest of all parameters and buffers of a network, whatever is Bayesian."""
-    digest = hashlib.sha256()
-    for name, value in sorted(lin._net.module.state_dict().items()):
-        digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
-        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
 def _described(posterior: Posterior) -> tuple[dict[str, Any], dict[str, Tensor]]:
     lin, source = posterior.lin, posterior.model.source
     tensors = {f"prior.{name}": t for name, t in posterior.prior.state_dict().items()}
@@ -121,7 +111,7 @@ def _described(posterior: Posterior) -> tuple[dict[str, Any], dict[str, Tensor]]
         "parameters": list(lin.layout.names),
         "shapes": [list(shape) for shape in lin.layout.shapes],
         "dtype": str(lin.dtype),
-        "fingerprint": fingerprint(lin),
+        "fingerprint": lin.fingerprint(),
         "memory_budget": posterior.model.memory_budget,
         "prior": _describe_prior(posterior.prior),
         "likelihood": _describe_likelihood(posterior.likelihood),
@@ -129,10 +119,10 @@ def _described(posterior: Posterior) -> tuple[dict[str, Any], dict[str, Tensor]]
         "history": posterior.history,
         "inputs": None,
     }
-    example = map_leaves(lambda leaf: leaf[:1], posterior._example)
+    example = map_leaves(lambda leaf: leaf[:1], posterior.lin.example)
     meta["example"] = _put_input(tensors, "example", example)
-    if lin._seeds is not None:
-        tensors["outputs"] = lin._seeds
+    if lin.outputs is not None:
+        tensors["outputs"] = lin.outputs
     for name, value in (("shift", posterior.shift), *posterior._options.items()):
         if isinstance(value, Tensor):
             tensors[name] = value
@@ -204,7 +194,7 @@ def _matching(net: nn.Module | Linearization, meta: dict[str, Any], tensors: dic
             )
     if str(lin.dtype) != meta["dtype"]:
         raise ValueError(f"the posterior has dtype {meta['dtype']}, but the network has {lin.dtype}")
-    if fingerprint(lin) != meta["fingerprint"]:
+    if lin.fingerprint() != meta["fingerprint"]:
         raise ValueError("the posterior belongs to another network: shapes agree, but weights or buffers do not")
     lin = Linearization(lin._net.module, meta["parameters"])
     lin.learn(_get_input({k: t.to(lin.device) for k, t in tensors.items()}, "example", meta["example"]))

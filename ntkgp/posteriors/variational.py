@@ -18,7 +18,6 @@ from ntkgp.posteriors.function_space import FunctionSpacePosterior
 from ntkgp.posteriors.mode import Certificate
 from ntkgp.posteriors.model import Chunk
 from ntkgp.posteriors.weight_space import WeightSpacePosterior
-from ntkgp.priors.covariance import rows_times
 
 if TYPE_CHECKING:
     from ntkgp.posteriors.base import Posterior
@@ -52,7 +51,6 @@ def refine_variationally(
 
 def _iterated(start: P, max_steps: int, tolerance: float, num_samples: int, seed: int) -> P:
     prior, likelihood, model = deepcopy(start.prior), deepcopy(start.likelihood), start.model
-    root = {name: cov.root() for name, cov in prior.covariances().items()}
     delta = start.shift
     assert delta is not None
     sites = SiteBlocks(torch.cat([start._site_root(chunk).values for chunk in model]))
@@ -61,7 +59,7 @@ def _iterated(start: P, max_steps: int, tolerance: float, num_samples: int, seed
     while steps < max_steps and not converged:
         residuals, curvatures = _expectations(current, delta, num_samples, seed)
         gradient = current._gradient(delta, lambda chunk, _: residuals[chunk.points])  # noqa: B023
-        norm = rows_times(gradient, root, current.lin.layout).norm().item()
+        norm = prior.whiten(gradient).norm().item()
         old = sites.values @ sites.values.mT
         change = ((curvatures - old).norm() / curvatures.norm().clamp(min=1e-300)).item()
         converged = norm <= tolerance and change <= tolerance

@@ -7,13 +7,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ntkgp.likelihoods import Likelihood, SiteBlocks
+from ntkgp.likelihoods import SiteBlocks
 from ntkgp.linearization import Features
 from ntkgp.operators import gram, point_blocks
 from ntkgp.posteriors.base import Posterior
 from ntkgp.posteriors.mode import Mode, weight_space_mode
-from ntkgp.posteriors.model import Chunk, LinearModel, join, split
-from ntkgp.priors import Covariance, Prior
+from ntkgp.posteriors.model import Chunk, join, split
+from ntkgp.priors import Covariance
 from ntkgp.priors.covariance import rows_times
 from ntkgp.solvers import conjugate_gradients
 
@@ -29,16 +29,7 @@ class WeightSpacePosterior(Posterior):
     costs nothing.
     """
 
-    def __init__(
-        self,
-        model: LinearModel,
-        prior: Prior,
-        likelihood: Likelihood,
-        shift: Tensor | None = None,
-        sites: SiteBlocks | None = None,
-    ) -> None:
-        super().__init__(model, prior, likelihood, shift, sites)
-        self._kept: Any = None
+    _kept: Any = None  # statistics that no hyperparameter changes
 
     @abstractmethod
     def _collect(self) -> Any:
@@ -89,14 +80,7 @@ class WeightSpacePosterior(Posterior):
 
     def _find_mode(self) -> Mode:
         start = torch.zeros_like(self.lin.theta) if self.shift is None else self.shift
-        root = {name: cov.root() for name, cov in self.prior.covariances().items()}
-        return weight_space_mode(
-            self._log_joint,
-            self._gradient,
-            self._newton_step,
-            lambda g: rows_times(g, root, self.lin.layout),
-            start,
-        )
+        return weight_space_mode(self._log_joint, self._gradient, self._newton_step, self.prior.whiten, start)
 
     def _newton_step(self, delta: Tensor, g: Tensor) -> Tensor:  # H(δ)⁻¹ g, (P,)
         """Solve by conjugate gradients; this posterior's own covariance is the preconditioner."""
@@ -105,10 +89,9 @@ class WeightSpacePosterior(Posterior):
         return self._solve(g, roots)
 
     def _solve(self, g: Tensor, roots: list[SiteBlocks]) -> Tensor:  # (Jᵀ R Rᵀ J + S₀⁻¹)⁻¹ g, (P,)
-        precision = {name: cov.inverse() for name, cov in self.prior.covariances().items()}
 
         def hessian(v: Tensor) -> Tensor:
-            out = rows_times(v, precision, self.lin.layout)
+            out = self.prior.precision_times(v)
             for chunk, R in zip(self.model, roots, strict=True):
                 moved = chunk.F.jvp(split(self.lin, v.unsqueeze(0)))[0]
                 out = out + join(self.lin, chunk.F.vjp(R.apply(R.mT.apply(moved))))

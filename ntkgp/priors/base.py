@@ -9,7 +9,7 @@ from gpytorch.constraints import Interval, Positive
 from torch import Tensor, nn
 
 from ntkgp.linearization import Linearization
-from ntkgp.priors.covariance import Covariance, PriorCovariance
+from ntkgp.priors.covariance import Covariance, PriorCovariance, rows_times
 
 __all__ = ["LinearPrior", "Prior"]
 
@@ -44,6 +44,22 @@ class Prior(gpytorch.Module):
     def covariance(self) -> PriorCovariance:  # (*batch, P, P)
         """Return S₀ as a lazy matrix."""
         return PriorCovariance.of(self.covariances(), self.layout)
+
+    def covariance_times(self, v: Tensor) -> Tensor:  # (..., P) -> (..., P)
+        """Return S₀ v."""
+        return rows_times(v, self.covariances(), self.layout)
+
+    def precision_times(self, v: Tensor) -> Tensor:  # (..., P) -> (..., P)
+        """Return S₀⁻¹ v."""
+        return rows_times(v, {name: cov.inverse() for name, cov in self.covariances().items()}, self.layout)
+
+    def whiten(self, v: Tensor) -> Tensor:  # (..., P) -> (..., P)
+        """Return Lᵀ v, with S₀ = L Lᵀ; of rows J it is J L."""
+        return rows_times(v, {name: cov.root() for name, cov in self.covariances().items()}, self.layout)
+
+    def spread(self, z: Tensor) -> Tensor:  # (..., P) -> (..., P)
+        """Return L z: of standard normal z, draws from N(0, S₀)."""
+        return rows_times(z, {name: cov.root().mT for name, cov in self.covariances().items()}, self.layout)
 
     def _positive(
         self,
