@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ntkgp.linearization import Block, DenseBlock, Features
 from ntkgp.linearization.factors import Outer
-from ntkgp.priors import Covariance, Elementwise, Separable, Uniform
+from ntkgp.priors import Covariance, Elementwise, Rotated, Separable, Uniform
 
 __all__ = ["Term", "terms"]
 
@@ -296,8 +296,8 @@ def _block_terms(block1: Block, block2: Block, S: Mapping[str, Covariance]) -> l
         else:
             s = weight.s.view(o1.d_in, -1).mT if o1.transposed else weight.s.view(-1, o1.d_in)
             found.append(UnitTerm(o1.inputs[:, 0], o2.inputs[:, 0], s, o1.G[:, :, 0], o2.G[:, :, 0]))
-    elif weight is not None:
-        found.append(_contracted(o1, o2, weight))
+    elif isinstance(weight, Rotated):
+        found.append(_rotated(o1, o2, weight))
     if bias is not None:
         n, m = o1.inputs.shape[0], o2.inputs.shape[0]
         J1, J2 = (replace(o, A=None).dense().expand(size, -1, -1) for o, size in ((o1, n), (o2, m)))
@@ -307,6 +307,17 @@ def _block_terms(block1: Block, block2: Block, S: Mapping[str, Covariance]) -> l
 
 def _contracted(o1: Outer, o2: Outer, weight: Covariance) -> Term:
     return DenseTerm(o1.dense(), weight.apply(o2.dense()), o1.G.new_ones(()))
+
+
+def _rotated(o1: Outer, o2: Outer, weight: Rotated) -> Term:
+    """In the basis of the covariance every weight has a variance of its own."""
+    if o1.positions > 1 or o1.has_indices:
+        return _contracted(o1, o2, weight)
+    on_G, on_A, s = (weight.W, weight.Q, weight.m.mT) if o1.transposed else (weight.Q, weight.W, weight.m)
+    (A1, G1), (A2, G2) = (
+        (o.inputs[:, 0] @ on_A, (o.G[:, :, 0] @ on_G).expand(o.inputs.shape[0], -1, -1)) for o in (o1, o2)
+    )
+    return UnitTerm(A1, A2, s, G1, G2)
 
 
 def _factored(o1: Outer, o2: Outer, s: Tensor, b: Tensor) -> Term:

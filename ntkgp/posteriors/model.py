@@ -2,26 +2,37 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from ntkgp.likelihoods import Likelihood
 from ntkgp.linearization import Features, Linearization
-from ntkgp.linearization.inputs import batch_size, map_leaves
+from ntkgp.linearization.inputs import map_leaves
 from ntkgp.posteriors.data import Data, Source, checked
 
 __all__ = ["Chunk", "LinearModel"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Chunk:
-    """Some training points with the network's outputs and the factored Jacobian there."""
+    """Some training points with the network's outputs and the factored Jacobian there, each computed when asked for."""
 
     data: Data
-    f: Tensor  # (n, C)
-    F: Features
+    lin: Linearization
     start: int  # which training point is the first
+
+    @cached_property
+    def f(self) -> Tensor:  # (n, C)
+        """The outputs of the network, f(x; θ*)."""
+        return self.lin(self.data.x)
+
+    @cached_property
+    def F(self) -> Features:
+        """J(x) in factored form."""
+        with torch.no_grad():
+            return self.lin.features(self.data.x)
 
     @property
     def points(self) -> slice:
@@ -36,8 +47,8 @@ class Chunk:
 class LinearModel:
     """f_lin(x_n; θ* + δ) = f_n + J_n δ at all training points n.
 
-    Features of data in memory are kept if they fit the budget; otherwise, and for loaders, every pass computes them
-    again, a chunk at a time.
+    Features of data in memory are kept if they fit the budget; otherwise, and for loaders, every pass that needs them
+    computes them again, a chunk at a time.
 
     Args:
         lin: the linearised network.
@@ -50,40 +61,24 @@ class LinearModel:
         self, lin: Linearization, source: Source, likelihood: Likelihood, memory_budget: int = 4 << 30
     ) -> None:
         self.lin, self.source, self.likelihood, self.memory_budget = lin, source, likelihood, memory_budget
-        self._kept: list[Chunk] | None = None
+        self._chunk: Chunk | None = None
 
     def __iter__(self) -> Iterator[Chunk]:
-        """Yield all training points in order, in chunks whose features fit a quarter of the budget."""
-        if self._kept is not None:
-            yield from self._kept
+        """Yield all training points in order, in chunks; all in one if their features are kept."""
+        if self.kept:
+            self._chunk = self._chunk or Chunk(self.data, self.lin, 0)
+            yield self._chunk
             return
-        kept: list[Chunk] | None = []
-        total = 0
-        for chunk in self._computed():
-            total += chunk.F.nbytes
-            if kept is not None:
-                kept.append(chunk)
-                if not isinstance(self.source, Data) or total > self.memory_budget:
-                    kept = None
-            yield chunk
-        if not total:
-            raise ValueError("data is an empty loader: at least one batch is expected")
-        self._kept = kept
-
-    def _computed(self) -> Iterator[Chunk]:
         first = 0
         for batch in self.source:
             data = batch if isinstance(batch, Data) else checked(batch[0], batch[1], self.lin, self.likelihood)
             self.lin.learn(data.x)
-            each = max(1, self.lin.pilot().nbytes // 2)
-            step = max(1, self.memory_budget // each)
-            step = step if len(data) <= step else max(1, step // 4)
+            step = max(1, self.memory_budget // (4 * self._bytes_each))
             for start in range(0, len(data), step):
-                part = data[start : start + step]
-                with torch.no_grad():  # not around the yield: it would reach the caller
-                    f, F = self.lin(part.x), self.lin.features(part.x)
-                yield Chunk(part, f, F, first + start)
+                yield Chunk(data[start : start + step], self.lin, first + start)
             first += len(data)
+        if first == 0:
+            raise ValueError("data is an empty loader: at least one batch is expected")
 
     @property
     def kept(self) -> bool:
@@ -96,7 +91,11 @@ class LinearModel:
         if not isinstance(self.source, Data):
             raise ValueError("the size of a loader's features is not known")
         self.lin.learn(self.source.x)
-        return self.lin.pilot().nbytes // 2 * batch_size(self.source.x)
+        return self._bytes_each * len(self.source)
+
+    @property
+    def _bytes_each(self) -> int:
+        return max(1, self.lin.pilot().nbytes // 2)
 
     @property
     def data(self) -> Data:

@@ -115,6 +115,10 @@ class BlockPosterior(WeightSpacePosterior):
 
         return self._current("covariances", make)
 
+    @property
+    def _bytes_per_point(self) -> int:
+        return 2 * self.lin.num_outputs * self.lin.num_params * self.lin.dtype.itemsize  # where layers are contracted
+
     def _blocks(self, F: Features) -> Tensor:  # (n, C, C)
         return point_blocks(F, None, self._now())
 

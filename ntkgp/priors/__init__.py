@@ -2,7 +2,7 @@
 
 from ntkgp.priors.base import LinearPrior, Prior
 from ntkgp.priors.conv_filter import ConvFilterGP
-from ntkgp.priors.covariance import Covariance, Elementwise, PriorCovariance, Separable, Uniform
+from ntkgp.priors.covariance import Covariance, Elementwise, PriorCovariance, Rotated, Separable, Uniform
 from ntkgp.priors.diagonal import Diagonal
 from ntkgp.priors.grouped import Grouped, Isotropic
 from ntkgp.priors.kronecker import Kronecker
@@ -18,6 +18,7 @@ __all__ = [
     "LinearPrior",
     "Prior",
     "PriorCovariance",
+    "Rotated",
     "Separable",
     "Uniform",
 ]

@@ -33,7 +33,8 @@ def test_a_loader_is_not_kept_in_memory(float64):
     loader = DataLoader(TensorDataset(problem.x, problem.y), batch_size=3)
     post = ntkgp.fit(problem.lin, loader, method="diag", prior=problem.make_prior())
     post.latent(problem.x_new)
-    assert post.model._kept is None
+    assert not post.model.kept
+    assert post.model._chunk is None
     with pytest.raises(ValueError, match="needs data in memory"):
         _ = post.model.data
 
