@@ -249,14 +249,11 @@ class Posterior(gpytorch.Module):
 
     def _log_joint(self, delta: Tensor) -> Tensor:  # ()
         """Return log p(y | f_lin(θ)) − ½ ‖θ − m₀‖²_{S₀⁻¹} at θ = θ* + δ."""
-        value = -self._penalty(delta) / 2
-        for chunk in self.model:
-            value = value + chunk.log_prob(self.likelihood, self._moved(chunk, delta))
-        return value
-
-    def _penalty(self, delta: Tensor) -> Tensor:  # ()
         distance = self.lin.theta + delta - self.prior.mean
-        return distance @ self.prior.precision_times(distance)
+        return self._log_likelihood(delta) - distance @ self.prior.precision_times(distance) / 2
+
+    def _log_likelihood(self, delta: Tensor) -> Tensor:  # ()
+        return torch.stack([chunk.log_prob(self.likelihood, self._moved(chunk, delta)) for chunk in self.model]).sum()
 
     def _moved(self, chunk: Chunk, delta: Tensor | None) -> Tensor:  # (n, C)
         return chunk.f if delta is None else chunk.f + chunk.F.jvp(split(self.lin, delta.unsqueeze(0)))[0]

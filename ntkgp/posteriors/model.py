@@ -25,7 +25,7 @@ class Chunk:
 
     @cached_property
     def f(self) -> Tensor:  # (n, C)
-        """The outputs of the network, f(x; θ*)."""
+        """What the network returns."""
         return self.lin(self.data.x)
 
     @cached_property

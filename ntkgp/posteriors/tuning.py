@@ -1,5 +1,6 @@
 """Hyperparameters by evidence, or by a score on validation data. The network is not differentiated again."""
 
+import warnings
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["tune"]
 
 P = TypeVar("P", bound="Posterior")
+_FAR = 1.0  # nats a target
 
 
 def tune(
@@ -76,6 +78,23 @@ def _by_evidence(posterior: "Posterior", at: str, curvature_at: str, steps: int,
             posterior.history.append(found | _settings(posterior))
             bar.set_postfix(log_evidence=f"{step.value:.4g}")
             bar.update()
+    if at == "linear_mode" and posterior.shift is None:
+        _warn_if_far(posterior)
+
+
+def _warn_if_far(posterior: "Posterior") -> None:
+    """Say so if the tuned linear model explains the data far better than the network, where the mean still is."""
+    with torch.no_grad():
+        delta = posterior.linear_mode().delta
+        gain = posterior._log_likelihood(delta) - posterior._log_likelihood(torch.zeros_like(delta))
+        gain = gain.item() / sum(chunk.data.y.numel() for chunk in posterior.model)
+    if gain > _FAR:
+        warnings.warn(
+            f"the mode of the linear model gains {gain:.1f} nats a target over the network itself: the network is not "
+            "at its mode, and hyperparameters (noise above all) were tuned for the linear model. Train on, use "
+            'post.refine(), or tune(at="map")',
+            stacklevel=5,
+        )
 
 
 def _log_hyperprior(posterior: "Posterior") -> Tensor | float:

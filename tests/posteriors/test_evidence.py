@@ -127,3 +127,12 @@ def test_there_may_be_nothing_to_tune(float64):
     post.requires_grad_(False)
     with pytest.raises(ValueError, match="nothing to tune"):
         post.tune()
+
+
+def test_a_network_far_from_its_mode_is_told(float64):
+    x = torch.linspace(-1, 1, 40)[:, None]
+    y = torch.sin(3 * x)
+    net = torch.nn.Sequential(torch.nn.Linear(1, 30), torch.nn.Tanh(), torch.nn.Linear(30, 1))
+    with pytest.warns(UserWarning, match=r"nats a target over the network itself.*refine"):
+        post = ntkgp.fit(net, (x, y), ntkgp.likelihoods.Gaussian(0.1).double())
+    assert post.refine().predict(x).log_prob(y).mean() > post.predict(x).log_prob(y).mean() + 1
