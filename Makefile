@@ -6,7 +6,7 @@ PEERS ?= .peers
 NTKGP_DATA ?= ../shared/data
 PIP := $(BIN)/python -m pip install --quiet --retries 10 --timeout 60 --constraint constraints.txt
 
-.PHONY: help demo test lint types suite bench-kernel bench-posteriors reproduce-uci reproduce-regression reproduce-figures clean
+.PHONY: help demo test lint types suite bench-kernel bench-posteriors reproduce-uci reproduce-regression reproduce-figures reproduce-images clean
 .DEFAULT_GOAL := help
 
 help:  ## list every target
@@ -51,6 +51,9 @@ reproduce-regression: $(VENV)/.ready  ## standard and gap splits of UCI regressi
 
 reproduce-figures: $(VENV)/.ready  ## the banana, and posteriors in one dimension, into docs/results/figures/
 	@$(BIN)/python benchmarks/reproduce/figures.py --data $(NTKGP_DATA)
+
+reproduce-images: $(VENV)/.ready  ## Table 2 of the paper, FashionMNIST and MNIST, into docs/results/images/
+	@$(BIN)/python benchmarks/reproduce/images.py --data $(NTKGP_DATA)
 
 clean:  ## remove what the targets made, the environments included
 	rm -rf $(VENV) $(PEERS) demo build *.egg-info .pytest_cache .ruff_cache .mypy_cache .coverage

@@ -68,7 +68,8 @@ class KroneckerFactors:
 
 def _block(uses: list[Factor], weigh: Sequence[Callable[[Tensor], Tensor]], n: int) -> KroneckerBlock:
     outers = [use for use in uses if isinstance(use, Outer)]
-    if len(outers) < len(uses):
+    alike = len({(outer.A is None, outer.has_indices, outer.transposed, outer.d_in) for outer in outers}) == 1
+    if len(outers) < len(uses) or not alike:  # tied weights may meet data from either side
         J = torch.stack([use.dense().expand(n, -1, -1) for use in uses]).sum(0)
         return KroneckerBlock(torch.stack([_square(w(J)) for w in weigh]), None)
     T = sum(outer.positions for outer in outers)

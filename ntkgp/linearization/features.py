@@ -71,6 +71,19 @@ class Features:
         """Which parameters are held in which way."""
         return tuple((b.weight, b.bias) for b in self.blocks), tuple(tuple(d.columns) for d in self.dense)
 
+    def contracted(self) -> "Features":
+        """Return the same Jacobian as one dense block for each parameter, in alphabetical order."""
+        parts = {name: d.J[..., columns] for d in self.dense for name, columns in d.columns.items()}
+        for block in self.blocks:
+            parts[block.weight] = block.outer.dense()
+            if block.bias is not None:
+                parts[block.bias] = replace(block.outer, A=None).dense()
+        n = self.num_examples
+        blocks = [
+            DenseBlock(parts[name].expand(n, -1, -1), _columns({name: parts[name].shape[-1]})) for name in sorted(parts)
+        ]
+        return Features(n, self.num_outputs, (), tuple(blocks))
+
     def tensors(self) -> Iterator[Tensor]:
         """Yield every tensor held."""
         for block in self.blocks:

@@ -217,7 +217,7 @@ class Linearization:
         for start in range(0, batch_size(x), batch := self._capture_batch(analysis)):
             part = take(map_leaves(Tensor.detach, x), slice(start, start + batch))
             n = batch_size(part)
-            pair = part if n > 1 else map_leaves(lambda leaf: leaf.expand(2, *leaf.shape[1:]), part)
+            pair = part if n > 1 else map_leaves(_twice, part)
             with self._net.differentiable(), torch.enable_grad():
                 f = self._net(pair)
                 t = trace(f, leaves(pair))
@@ -336,7 +336,7 @@ class Linearization:
         self, x: Input, differentiable: bool = False, into: Features | None = None, work: Workspace | None = None
     ) -> Features:
         n = batch_size(x)
-        pair = x if n > 1 else map_leaves(lambda leaf: leaf.expand(2, *leaf.shape[1:]), x)
+        pair = x if n > 1 else map_leaves(_twice, x)
         with self._net.differentiable(), torch.enable_grad():
             f = self._net(pair)
             t = trace(f, leaves(pair))
@@ -408,6 +408,11 @@ class Linearization:
                 self._jvp = product
                 return product
         raise ValueError("no way to compute J v agrees with Jᵀu: the network's derivatives are inconsistent")
+
+
+def _twice(leaf: Tensor) -> Tensor:
+    """Repeat a single example: a batch of one may be computed in another way. A copy, as strides change the graph."""
+    return leaf.repeat_interleave(2, dim=0)
 
 
 def _shapes(x: Input) -> tuple:

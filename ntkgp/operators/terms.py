@@ -243,6 +243,8 @@ _PAIR_ELEMENTS = 1 << 24  # numbers in a tile of pairs of positions
 def terms(F1: Features, F2: Features, S: Mapping[str, Covariance]) -> list[Term]:
     """Split J_1 S₀ J_2ᵀ into terms; parameters without a covariance take no part."""
     found: list[Term] = []
+    if F1.form != F2.form:  # a network may compute batches of different sizes in different ways
+        F1, F2 = F1.contracted(), F2.contracted()
     for block1, block2 in zip(F1.blocks, F2.blocks, strict=True):
         found += _block_terms(block1, block2, S)
     for dense1, dense2 in zip(F1.dense, F2.dense, strict=True):

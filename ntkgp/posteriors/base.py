@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 import gpytorch
 import torch
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+from linear_operator import to_linear_operator
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -121,7 +122,8 @@ class Posterior(gpytorch.Module):
                 return self._joint_latent(x)
             parts = list(self._latents(x))
             mean, covariance = zip(*(part.gaussian for part in parts), strict=True)
-            return MultivariateNormal(torch.cat(mean), torch.cat(covariance))
+            # Lazy, as GPyTorch would factorise a dense matrix at once, and these may be singular.
+            return MultivariateNormal(torch.cat(mean), to_linear_operator(torch.cat(covariance)))
 
     def _latents(self, x: Input) -> Iterator[Latent]:
         for part in self._predicted_together(x):
@@ -145,7 +147,7 @@ class Posterior(gpytorch.Module):
         mean, covariance = torch.stack(means), torch.stack(covariances)
         if extra == 0:
             mean, covariance = mean[0], covariance[0]
-        return MultitaskMultivariateNormal(mean, covariance)
+        return MultitaskMultivariateNormal(mean, to_linear_operator(covariance))
 
     def _predicted_together(self, x: Input) -> Iterator[Input]:
         for start in range(0, batch_size(x), step := self._batch(x)):

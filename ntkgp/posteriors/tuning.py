@@ -86,8 +86,8 @@ def _warn_if_far(posterior: "Posterior") -> None:
     """Say so if the tuned linear model explains the data far better than the network, where the mean still is."""
     with torch.no_grad():
         delta = posterior.linear_mode().delta
-        gain = posterior._log_likelihood(delta) - posterior._log_likelihood(torch.zeros_like(delta))
-        gain = gain.item() / sum(chunk.data.y.numel() for chunk in posterior.model)
+        total = posterior._log_likelihood(delta) - posterior._log_likelihood(torch.zeros_like(delta))
+        gain = total.item() / sum(chunk.data.y.numel() for chunk in posterior.model)
     if gain > _FAR:
         warnings.warn(
             f"the mode of the linear model gains {gain:.1f} nats a target over the network itself: the network is not "

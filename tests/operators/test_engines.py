@@ -6,6 +6,8 @@ from cases import BY_NAME, relative_error
 from torch import nn
 
 from ntkgp import Linearization, NTKKernel, priors
+from ntkgp.linearization.inputs import take
+from ntkgp.operators import gram
 
 
 @pytest.mark.parametrize("engine", ["layerwise", "jacobian", "products", "auto"])
@@ -118,3 +120,19 @@ def test_unknown_engines_and_empty_plans_are_refused():
         NTKKernel(lin, priors.Isotropic(lin), engine="fast")
     with pytest.raises(ValueError, match="n1 and n2 must be positive, but are 0 and None"):
         NTKKernel(lin, priors.Isotropic(lin)).plan(0)
+
+
+def test_features_of_different_forms_meet(case):
+    net, x = case.build()
+    lin = Linearization(net, case.parameters, example=x)
+    F, prior = lin.features(x), priors.Isotropic(lin, 0.5)
+    J = lin.jacobian(x).flatten(0, 1)
+    with torch.no_grad():
+        K = gram(F, F.contracted(), prior.covariances())
+    assert relative_error(K, 2 * J @ J.mT) < 1e-8
+
+
+def test_one_example_has_the_form_of_many(case):
+    net, x = case.build()
+    lin = Linearization(net, case.parameters, example=x)
+    assert lin.features(take(x, slice(1))).form == lin.features(take(x, slice(2))).form

@@ -1,0 +1,332 @@
+"""Table 2 of the local-linearisation paper: a CNN on FashionMNIST (out: MNIST), and the other way round.
+
+    python benchmarks/reproduce/images.py --data DIR [--inside fashion_mnist] [--subsets 50,200,800] [--out DIR]
+
+Weight decay, prior precisions and the temperature are chosen by the negative log likelihood on 5,000 validation images,
+never on test data. Networks are kept under ``--cache``, the scores of each method under ``--out``; what is
+there is not run again.
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from pathlib import Path
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import ntkgp
+from ntkgp.report import metrics
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from harness import commit, machine
+from kernel import lenet
+
+mpl.use("Agg")
+OTHER = {"fashion_mnist": "mnist", "mnist": "fashion_mnist"}
+PAPER = {  # FashionMNIST: accuracy, NLL, ECE, OOD-AUC
+    "MAP": (0.9139, 0.258, 0.017, 0.864),
+    "BNN": (0.8442, 0.942, 0.411, 0.945),
+    "BNN damped": (0.9120, 0.265, 0.024, 0.947),
+    "GLM": (0.9225, 0.244, 0.012, 0.955),
+    "GP 3200": (0.9136, 0.250, 0.007, 0.918),
+}
+DECAYS = (1e-4, 3e-4, 1e-3)
+EPOCHS, BATCH, ENSEMBLE, SAMPLES = 12, 128, 5, 100
+VALIDATED = 1000  # validation images on which a GP's precision is chosen
+
+
+def images(data: Path, name: str, part: str) -> tuple[Tensor, Tensor]:
+    """Images in [0, 1], (N, 1, 28, 28), and labels."""
+    with np.load(data / f"images/{name}.npz") as raw:
+        x, y = raw[f"x_{part}"], raw[f"y_{part}"]
+    return torch.as_tensor(x).float().div(255).unsqueeze(1), torch.as_tensor(y).long()
+
+
+# Training
+
+
+def train(
+    net: nn.Module, x: Tensor, y: Tensor, decay: float, seed: int, visit: Callable[[int, nn.Module], None] | None = None
+) -> None:
+    """Minimise the mean loss plus ½ λ ‖θ‖² by Adam with a cosine schedule."""
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.Adam(net.parameters(), 2e-3)
+    steps = EPOCHS * math.ceil(len(x) / BATCH)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    net.train()
+    for epoch in range(EPOCHS):
+        for index in torch.randperm(len(x), generator=generator).split(BATCH):
+            optimizer.zero_grad()
+            penalty = decay / 2 * sum(p.square().sum() for p in net.parameters())
+            (nn.functional.cross_entropy(net(x[index]), y[index]) + penalty).backward()
+            optimizer.step()
+            schedule.step()
+        if visit is not None:
+            visit(epoch, net)
+    net.eval()
+
+
+def dropout_net() -> nn.Module:
+    """The same network with dropout before its dense layers."""
+    layers = list(lenet())
+    at = [i for i, layer in enumerate(layers) if isinstance(layer, nn.Linear)]
+    for i in reversed(at):
+        layers.insert(i, nn.Dropout(0.2))
+    return nn.Sequential(*layers)
+
+
+class Networks:
+    """Trained networks, kept on disk."""
+
+    def __init__(self, cache: Path, x: Tensor, y: Tensor) -> None:
+        self.cache, self.x, self.y = cache, x, y
+        cache.mkdir(parents=True, exist_ok=True)
+
+    def get(self, name: str, make: Callable[[], nn.Module], decay: float, seed: int) -> nn.Module:
+        """Return a network, trained now if it is not there."""
+        torch.manual_seed(seed)
+        net, path = make(), self.cache / f"{name}.pt"
+        if path.exists():
+            net.load_state_dict(torch.load(path, weights_only=True))
+            return net.eval()
+        start = time.perf_counter()
+        train(net, self.x, self.y, decay, seed)
+        torch.save(net.state_dict(), path)
+        print(f"trained {name}: {time.perf_counter() - start:.0f} s", flush=True)
+        return net
+
+
+# Scores
+
+
+def probabilities(net: nn.Module, x: Tensor) -> Tensor:
+    """Return class probabilities of a network, in batches."""
+    with torch.no_grad():
+        return torch.cat([net(part).softmax(-1) for part in x.split(1000)])
+
+
+def scores(inside: Tensor, y: Tensor, outside: Tensor) -> dict[str, float]:
+    """Return accuracy, NLL, ECE and how well entropy tells the outside."""
+    entropy = [torch.special.entr(p).sum(-1) for p in (inside, outside)]
+    return {
+        "accuracy": metrics.accuracy(inside, y),
+        "nll": -inside[torch.arange(len(y)), y].clamp(min=1e-12).log().mean().item(),
+        "ece": metrics.expected_calibration_error(inside, y),
+        "ood_auc": metrics.ood_auc(*entropy),
+        "entropy": [torch.histc(e, 40, 0, math.log(10)).tolist() for e in entropy],
+    }
+
+
+def nll(p: Tensor, y: Tensor) -> float:
+    return -p[torch.arange(len(y)), y].clamp(min=1e-12).log().mean().item()
+
+
+class Table2:
+    """All methods on one pair of data sets."""
+
+    def __init__(self, args: argparse.Namespace, inside: str) -> None:
+        x, y = images(args.data, inside, "train")
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+        self.train, self.valid = ((x[i], y[i]) for i in (order[5000:], order[:5000]))
+        self.test, self.outside = images(args.data, inside, "test"), images(args.data, OTHER[inside], "test")[0]
+        self.networks = Networks(args.cache / inside, *self.train)
+        self.out = args.out / inside
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.subsets = [int(m) for m in args.subsets.split(",") if m]
+
+    def run(self) -> None:
+        """Score what has no score yet."""
+        for name, method in self.methods():
+            path = self.out / f"{name.replace(' ', '_')}.json"
+            if path.exists():
+                continue
+            start = time.perf_counter()
+            predict, choice = method()
+            found = scores(predict(self.test[0]), self.test[1], predict(self.outside)) | choice
+            found |= {"minutes": (time.perf_counter() - start) / 60, "commit": commit(), "machine": machine()}
+            path.write_text(json.dumps(found) + "\n")
+            shown = {key: round(value, 4) for key, value in found.items() if isinstance(value, float)}
+            print(name, shown, choice, flush=True)
+
+    def methods(self) -> Iterator[tuple[str, Callable]]:
+        """Yield every method: a function that returns how to predict, and what was chosen."""
+        yield "MAP", lambda: (lambda x: probabilities(self.net, x), {"decay": self.decay})
+        yield "MAP temperature", self.temperature
+        yield "GLM", lambda: self.kron("glm")
+        yield "BNN", lambda: self.kron("bnn")
+        yield "BNN damped", lambda: self.kron("bnn", damped=True)
+        for M in self.subsets:
+            yield f"GP {M}", lambda M=M: self.gp(M)
+        if 200 in self.subsets:
+            yield "GP 200 refined", lambda: self.gp(200, refined=True)
+        yield "dropout", self.dropout
+        yield "SWAG", self.swag
+        yield "ensemble", self.ensemble
+
+    @property
+    def decay(self) -> float:
+        """The weight decay with the best validation NLL."""
+        if not hasattr(self, "_decay"):
+            x, y = self.valid
+            found = {d: nll(probabilities(self.networks.get(f"map-{d:g}", lenet, d, seed=0), x), y) for d in DECAYS}
+            self._decay = min(found, key=found.__getitem__)
+        return self._decay
+
+    @property
+    def net(self) -> nn.Module:
+        """The network whose posterior is studied."""
+        return self.networks.get(f"map-{self.decay:g}", lenet, self.decay, seed=0)
+
+    @property
+    def precision(self) -> float:
+        """What the weight decay means."""
+        return self.decay * len(self.train[0])
+
+    def temperature(self) -> tuple:
+        """Scale the logits by one number."""
+        x, y = self.valid
+        with torch.no_grad():
+            f = torch.cat([self.net(part) for part in x.split(1000)])
+        grid = torch.logspace(-0.5, 0.7, 121)
+        best = min(grid, key=lambda t: nn.functional.cross_entropy(f / t, y).item()).item()
+        return lambda x: (probabilities(self.net, x).log() / best).softmax(-1), {"temperature": best}
+
+    def chosen(self, post: ntkgp.Posterior, grid: list[float], **how: object) -> float:
+        """Set the precision with the best validation NLL."""
+        x, y = self.valid[0][:VALIDATED], self.valid[1][:VALIDATED]
+        found = {}
+        for factor in grid:
+            post.prior.precision = self.precision * factor
+            found[factor] = nll(post.predict(x, **how).probs, y)
+        best = min(found, key=found.__getitem__)
+        post.prior.precision = self.precision * best
+        return best
+
+    def kron(self, predictive: str, damped: bool = False) -> tuple:
+        """Kronecker-factored Laplace posterior of all training images."""
+        lin = ntkgp.Linearization(self.net, example=self.test[0][:2])
+        prior = ntkgp.priors.Isotropic(lin, self.precision)
+        post = ntkgp.fit(lin, self.train, "categorical", "kron", prior, damped=damped)
+        how = {"predictive": predictive, "num_samples": SAMPLES}
+        factor = self.chosen(
+            post, [0.1, 1.0, 10.0, 100.0, 1000.0] if predictive == "bnn" else [0.01, 0.1, 1.0, 10.0, 100.0], **how
+        )
+        return lambda x: post.predict(x, **how).probs, {"precision factor": factor}
+
+    def gp(self, M: int, refined: bool = False) -> tuple:
+        """Function-space posterior of M class-balanced training images."""
+        lin = ntkgp.Linearization(self.net, example=self.test[0][:2])
+        prior = ntkgp.priors.Isotropic(lin, self.precision)
+        subset = ntkgp.posteriors.subsets.Stratified(M)
+        post = ntkgp.fit(lin, self.train, "categorical", "function", prior, subset=subset)
+        factor = self.chosen(post, [0.1, 0.3, 1.0, 3.0, 10.0])
+        post = post.refine() if refined else post
+        return lambda x: post.predict(x, num_samples=SAMPLES).probs, {"precision factor": factor}
+
+    def dropout(self) -> tuple:
+        """Average over dropout masks."""
+        net = self.networks.get("dropout", dropout_net, self.decay, seed=0)
+
+        def predict(x: Tensor) -> Tensor:
+            torch.manual_seed(0)
+            net.train()
+            mean = torch.stack([probabilities(net, x) for _ in range(SAMPLES // 5)]).mean(0)
+            net.eval()
+            return mean
+
+        return predict, {"samples": SAMPLES // 5}
+
+    def swag(self) -> tuple:
+        """Gaussian with the mean and the diagonal variance of weights along constant-rate SGD (Maddox et al. 2019)."""
+        net = deepcopy(self.net)
+        optimizer = torch.optim.SGD(net.parameters(), 0.02, momentum=0.9, weight_decay=self.decay)
+        generator = torch.Generator().manual_seed(0)
+        moments = [0.0, 0.0, 0]
+        x, y = self.train
+        net.train()
+        for _ in range(3):
+            for i, index in enumerate(torch.randperm(len(x), generator=generator).split(BATCH)):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(net(x[index]), y[index]).backward()
+                optimizer.step()
+                if i % 40 == 0:
+                    theta = nn.utils.parameters_to_vector(net.parameters()).detach()
+                    moments = [moments[0] + theta, moments[1] + theta**2, moments[2] + 1]
+        net.eval()
+        mean = moments[0] / moments[2]
+        std = (moments[1] / moments[2] - mean**2).clamp(min=0).sqrt()
+
+        def predict(x: Tensor) -> Tensor:
+            draws, total = torch.Generator().manual_seed(0), 0.0
+            for _ in range(SAMPLES // 5):
+                theta = mean + std * torch.randn(len(mean), generator=draws)
+                nn.utils.vector_to_parameters(theta, net.parameters())
+                total = total + probabilities(net, x)
+            return total / (SAMPLES // 5)
+
+        return predict, {"samples": SAMPLES // 5}
+
+    def ensemble(self) -> tuple:
+        """Average over networks from other seeds."""
+        nets = [self.net] + [
+            self.networks.get(f"member-{seed}", lenet, self.decay, seed=seed) for seed in range(1, ENSEMBLE)
+        ]
+        return lambda x: torch.stack([probabilities(net, x) for net in nets]).mean(0), {"members": ENSEMBLE}
+
+    def report(self, inside: str) -> str:
+        """Return the table of what has been scored, and draw the entropies."""
+        found = {name: self.out / f"{name.replace(' ', '_')}.json" for name, _ in self.methods()}
+        found = {name: json.loads(path.read_text()) for name, path in found.items() if path.exists()}
+        lines = ["| method | accuracy | NLL | ECE | OOD-AUC | chosen on validation |", "|---|---|---|---|---|---|"]
+        for name, s in found.items():
+            paper = PAPER.get(name) if inside == "fashion_mnist" else None
+            cells = [f"{s[key]:.{d}f}" for key, d in (("accuracy", 4), ("nll", 3), ("ece", 3), ("ood_auc", 3))]
+            if paper:
+                cells = [f"{cell} ({value:g})" for cell, value in zip(cells, paper, strict=True)]
+            choice = ", ".join(f"{k} {s[k]:.3g}" for k in ("decay", "temperature", "precision factor") if k in s)
+            lines.append(f"| {name} | {' | '.join(cells)} | {choice} |")
+        shown = [
+            name for name in ("MAP", "BNN", "GLM", "ensemble", *[f"GP {M}" for M in self.subsets]) if name in found
+        ]
+        figure, axes = plt.subplots(1, len(shown), figsize=(2.1 * len(shown), 2.1), sharey=True, layout="constrained")
+        edges = np.linspace(0, math.log(10), 41)
+        for ax, name in zip(np.atleast_1d(axes), shown, strict=True):
+            for counts, label in zip(found[name]["entropy"], ("inside", "outside"), strict=True):
+                ax.stairs(np.array(counts) / sum(counts), edges, fill=True, alpha=0.5, label=label)
+            ax.set(title=name, xlabel="entropy", ylim=(0, 0.4))
+        np.atleast_1d(axes)[0].legend(frameon=False, fontsize=7)
+        figure.savefig(self.out / "entropy.png", dpi=150)
+        return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--inside", choices=tuple(OTHER), nargs="*", default=list(OTHER))
+    parser.add_argument("--subsets", default="50,200,800,3200")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--cache", type=Path, default=Path("build/images"))
+    parser.add_argument("--out", type=Path, default=Path("docs/results/images"))
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    text = [
+        f"# Table 2: image classification\n\n`make reproduce-images`, seed 0, {machine()}. In brackets: the paper's."
+    ]
+    for inside in args.inside:
+        table = Table2(args, inside)
+        table.run()
+        text.append(f"\n## {inside}, outside {OTHER[inside]}\n\n{table.report(inside)}")
+    (args.out / "table.md").write_text("\n".join(text) + "\n")
+    print("\n".join(text))
+
+
+if __name__ == "__main__":
+    main()
