@@ -24,7 +24,7 @@ class Step:
 def maximise(
     objective: Callable[[], Tensor], parameters: list[nn.Parameter], steps: int, tolerance: float
 ) -> Iterator[Step]:
-    r"""Climb by L-BFGS directions, halving a step until it gains; yield every accepted point, the start first.
+    r"""Climb by L-BFGS directions, shortening a step until it gains; yield every accepted point, the start first.
 
     A point where ``objective`` raises a linear-algebra error or is not finite counts as no gain. Ends when the
     gradient, relative to 1 + |value|, or what a step gains falls below the tolerance, or after so many steps.
@@ -52,7 +52,7 @@ def maximise(
             new_value, new_gradient = _evaluate(objective, parameters)
             if new_value is not None and new_value >= value + 1e-4 * size * slope:
                 break
-            size /= 2
+            size *= _shrink(size * slope, None if new_value is None else new_value - value)
             if size * direction.abs().max() < _SHORTEST:
                 _assign(parameters, x)
                 return
@@ -63,6 +63,13 @@ def maximise(
         yield Step(value, gradient.norm().item())
         if gain <= tolerance**2 * (1 + abs(value)):
             return
+
+
+def _shrink(expected: float, gained: float | None) -> float:
+    """Return the factor to the top of the parabola through what was expected and gained, a half if nothing is known."""
+    if gained is None:
+        return 0.5
+    return min(0.5, max(0.02, expected / (2 * (expected - gained))))
 
 
 def _direction(gradient: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:

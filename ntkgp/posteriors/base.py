@@ -60,6 +60,7 @@ class Posterior(gpytorch.Module):
         self.reason = ""  # why this method, if it was chosen for the user
         self.certificate: Certificate | None = None  # how well a refined mean satisfies its equation
         self.history: list[dict[str, Any]] = []  # one entry for each step of tuning
+        self._last_mode: Tensor | None = None
         self._stamp: list[Tensor] = []
         self._found: dict[str, Any] = {}
 
@@ -87,8 +88,8 @@ class Posterior(gpytorch.Module):
         """Return log |B|, differentiable in the hyperparameters."""
 
     @abstractmethod
-    def _find_mode(self) -> Mode:
-        """Return the mode of the linear model under the current hyperparameters."""
+    def _find_mode(self, start: Tensor) -> Mode:  # (P,)
+        """Return the mode of the linear model under the current hyperparameters; the search starts at δ = ``start``."""
 
     @abstractmethod
     def _centred_weights(self, n: int, generator: torch.Generator | None) -> Tensor:  # (n, P)
@@ -283,8 +284,11 @@ class Posterior(gpytorch.Module):
         return self._current("mode", self._found_mode)
 
     def _found_mode(self) -> Mode:
+        start = self._last_mode if self._last_mode is not None else self.shift
         with torch.no_grad():
-            return self._find_mode()
+            mode = self._find_mode(torch.zeros_like(self.lin.theta) if start is None else start)
+        self._last_mode = mode.delta  # where the next search, under other hyperparameters, starts
+        return mode
 
     # Tuning and refinement
 
@@ -341,7 +345,7 @@ class Posterior(gpytorch.Module):
 
     def _forget(self) -> None:
         """Drop what can be computed again."""
-        self._stamp, self._found = [], {}
+        self._stamp, self._found, self._last_mode = [], {}, None
 
     # What follows from the hyperparameters, kept while they stay
 

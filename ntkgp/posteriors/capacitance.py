@@ -21,27 +21,26 @@ def capacitance(K: Tensor, R: SiteBlocks) -> Tensor:  # (N C, N C) -> (N C', N C
     return B + B.new_ones(()).expand(len(B)).diag_embed()
 
 
-def log_det(B: Tensor) -> Tensor:  # (n, n) -> ()
-    """Return log |B| of a positive definite matrix, differentiable once.
+def log_det(B: Tensor, L: Tensor) -> Tensor:  # (n, n), (n, n) -> ()
+    """Return log |B| of a positive definite matrix with Cholesky factor L, differentiable once.
 
-    Its gradient is B⁻¹: one inverse from the factor, where differentiating the factorisation takes three solves of its
-    size and as many matrices.
+    Its gradient is B⁻¹: one inverse from the factor that is there, where differentiating a factorisation takes another
+    one, three solves of its size and as many matrices.
     """
-    return _LogDet.apply(B)
+    return _LogDet.apply(B, L)
 
 
 class _LogDet(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, B: Tensor) -> Tensor:
-        L = torch.linalg.cholesky(B)
+    def forward(ctx: Any, B: Tensor, L: Tensor) -> Tensor:
         ctx.save_for_backward(L)
         return 2 * L.diagonal().log().sum()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Tensor:
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         (L,) = ctx.saved_tensors
-        return g * torch.cholesky_inverse(L)
+        return g * torch.cholesky_inverse(L), None
 
 
 def pairwise_gram(features: Callable[[], Iterable[Features]], S: dict[str, Covariance]) -> Tensor:  # (N C, N C)

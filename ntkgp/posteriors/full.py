@@ -94,7 +94,7 @@ class FullPosterior(WeightSpacePosterior):
 
     def _log_det(self) -> Tensor:  # ()
         learning = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
-        return log_det(self._capacitance()) if learning else 2 * self._factor().diagonal().log().sum()
+        return log_det(self._capacitance(), self._factor()) if learning else 2 * self._factor().diagonal().log().sum()
 
     def _covariance_times(self, v: Tensor) -> Tensor:  # (P,)
         w = self._whiten(self._kept_columns(v)).unsqueeze(-1)
@@ -103,8 +103,9 @@ class FullPosterior(WeightSpacePosterior):
         return self._unwhiten(w.squeeze(-1))
 
     def _newton_step(self, delta: Tensor, g: Tensor) -> Tensor:  # (P,)
-        fixed = self._atoms() is not None
-        return (self if fixed else self._at(delta))._covariance_times(g)
+        if self.index is None:
+            return super()._newton_step(delta, g)
+        return self._at(delta)._covariance_times(g)  # of the random weights alone
 
     def _centred_weights(self, n: int, generator: torch.Generator | None) -> Tensor:  # (n, P)
         L = self._factor()

@@ -118,19 +118,19 @@ class FunctionSpacePosterior(Posterior):
 
     def _log_det(self) -> Tensor:  # ()
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
-            return log_det(capacitance(self._gram(), self._root()))
+            return log_det(capacitance(self._gram(), self._root()), self._factor()[0])
         return 2 * self._factor()[0].diagonal().log().sum()
 
     # The mode and samples
 
-    def _find_mode(self) -> Mode:
+    def _find_mode(self, start: Tensor) -> Mode:
         data, f = self.model.data, self.model.f()
-        start = self.prior.mean - self.lin.theta  # μ = f_lin(x; m₀)
-        mu = f if not start.any() else f + self.model.push(start.unsqueeze(0))[0]
+        before = self.prior.mean - self.lin.theta
+        to_start, to_prior = self.model.push(torch.stack([start, before]))
         alpha, certificate = function_space_mode(
-            self._gram(), f, mu, lambda at: self.likelihood.expand(data.y, at, data.weights)
+            self._gram(), f + to_start, f + to_prior, lambda at: self.likelihood.expand(data.y, at, data.weights)
         )
-        return Mode(start + self._pulled(alpha.unsqueeze(0))[0], certificate)
+        return Mode(before + self._pulled(alpha.unsqueeze(0))[0], certificate)
 
     def _pulled(self, u: Tensor) -> Tensor:  # S₀ Jᵀ u, (S, N, C) -> (S, P)
         return self.prior.covariance_times(self.model.pull(u))

@@ -80,7 +80,7 @@ class LowRankPosterior(WeightSpacePosterior):
 
     def _log_det(self) -> Tensor:  # ()
         learning = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
-        return log_det(self._capacitance()) if learning else 2 * self._factor().diagonal().log().sum()
+        return log_det(self._capacitance(), self._factor()) if learning else 2 * self._factor().diagonal().log().sum()
 
     def _whitened_cross(self, F: Features) -> Tensor:  # (k, n, C)
         SW = self.prior.covariance_times(self._W())

@@ -45,12 +45,12 @@ def function_space_mode(
     r"""Return α with θ_⋆ − m₀ = S₀ Jᵀ α.
 
     With b = Λ(f − μ) + r a Newton step goes to α = b − R B⁻¹ Rᵀ K b (Rasmussen & Williams 2006, algorithm 3.1, for
-    any root R of blocks that may be singular). The first step starts from the network itself, where f is not of the
-    form μ + K α; it is taken if it is better than no data at all, α = 0.
+    any root R of blocks that may be singular). The first step starts from any f, which need not be of the form
+    μ + K α; it is taken if it is better than no data at all, α = 0.
 
     Args:
         K: the prior covariance of the training outputs.
-        f: the network's outputs.
+        f: where to start: the network's outputs, or those of a mode nearby.
         mu: the prior mean of the outputs, f_lin(x; m₀).
         expand: the likelihood to second order at latent values (N, C).
     """

@@ -19,7 +19,7 @@ from ntkgp.solvers import conjugate_gradients
 
 __all__ = ["BlockPosterior", "WeightSpacePosterior"]
 
-_MAX_CG = 1000  # iterations for a Newton step
+_MAX_CG = 200  # iterations for a Newton step
 
 
 class WeightSpacePosterior(Posterior):
@@ -78,8 +78,7 @@ class WeightSpacePosterior(Posterior):
 
     # The mode
 
-    def _find_mode(self) -> Mode:
-        start = torch.zeros_like(self.lin.theta) if self.shift is None else self.shift
+    def _find_mode(self, start: Tensor) -> Mode:
         return weight_space_mode(self._log_joint, self._gradient, self._newton_step, self.prior.whiten, start)
 
     def _newton_step(self, delta: Tensor, g: Tensor) -> Tensor:  # H(δ)⁻¹ g, (P,)
@@ -97,7 +96,7 @@ class WeightSpacePosterior(Posterior):
                 out = out + join(self.lin, chunk.F.vjp(R.apply(R.mT.apply(moved))))
             return out
 
-        tolerance = torch.finfo(g.dtype).eps ** 0.75
+        tolerance = torch.finfo(g.dtype).eps ** 0.5  # Newton's next step corrects what is left
         return conjugate_gradients(hessian, g, self._covariance_times, tolerance, _MAX_CG).x
 
 
