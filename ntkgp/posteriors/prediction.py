@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
@@ -168,6 +169,7 @@ def predictive_of(
         raise ValueError(f"num_samples must be at least 1, but is {num_samples}")
     if link is not None and link not in ("mc", *likelihood.links):
         raise ValueError(f"link must be one of {('mc', *likelihood.links)} for this likelihood, but is {link!r}")
+    likelihood = deepcopy(likelihood)  # a prediction does not change when its posterior is tuned
     seed = int(torch.randint(1 << 62, (), generator=generator, device=generator.device))
     kept, moments = [], []
     for i, latent in enumerate(latents):

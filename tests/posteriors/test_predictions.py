@@ -54,6 +54,16 @@ def test_gaussian_predictions_are_exact(float64):
         _ = prediction.probs
 
 
+def test_a_prediction_stays_what_it_was_when_the_noise_changes(float64):
+    _, post, prediction = predicted("gaussian")
+    y = torch.randn(5, 3)
+    density, entropy, draws = prediction.log_prob(y), prediction.entropy, prediction.sample(3)
+    post.likelihood.noise = 7.0
+    assert_close(prediction.log_prob(y), density)
+    assert_close(prediction.entropy, entropy)
+    assert_close(prediction.sample(3), draws)
+
+
 def test_probabilities_and_their_entropy(float64):
     _, _, prediction = predicted("categorical")
     assert_close(prediction.probs.sum(-1), torch.ones(5))
