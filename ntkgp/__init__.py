@@ -1,6 +1,6 @@
 """Every trained network is locally a Gaussian process."""
 
-from ntkgp import likelihoods, posteriors, priors
+from ntkgp import likelihoods, posteriors, priors, report
 from ntkgp.kernels import LinearizedMean, NTKKernel
 from ntkgp.linearization import Linearization
 from ntkgp.posteriors import Posterior, Prediction, fit, load
@@ -16,4 +16,5 @@ __all__ = [
     "load",
     "posteriors",
     "priors",
+    "report",
 ]
