@@ -5,9 +5,9 @@
 A network of one hidden layer of 50 tanh units is trained to its mode (precision 1, noise learnt). Its linearised
 posterior has a full covariance, first with the prior and the noise of the training, then with one precision a layer and
 the noise by evidence: at the network's own weights, where BNN and GLM have their mean, and at the linear mode for the
-refined model. No test or validation data choose anything. Reported is the mean test log likelihood of y in its own units, for the network alone
-(MAP), weights sampled into the network (BNN), and the linear model (GLM). Every split is kept as a JSON file and not run
-again.
+refined model. No test or validation data choose anything. Reported is the mean test log likelihood of y in its own
+units, for the network alone (MAP), weights sampled into the network (BNN), and the linear model (GLM). Every split is
+kept as a JSON file and not run again.
 """
 
 import argparse
