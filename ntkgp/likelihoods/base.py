@@ -222,7 +222,8 @@ class Likelihood(gpytorch.likelihoods.Likelihood):
             return std.new_tensor(x), std.new_tensor(w / w.sum()), lambda node: node * std
         sites = blocks.unflatten(-1, (k, -1)).unflatten(-3, (k, -1)).diagonal(dim1=-3, dim2=-1).movedim(-1, -3)
         values, vectors = torch.linalg.eigh(sites)  # (N, T, k, k)
-        root = vectors * values.clamp(min=0).sqrt().unsqueeze(-2)
+        # Symmetric: eigenvectors change sign and order from one call to the next, and the draws would change with them.
+        root = (vectors * values.clamp(min=0).sqrt().unsqueeze(-2)) @ vectors.mT
         generator = torch.Generator(blocks.device).manual_seed(seed)
         half = torch.randn(
             (num_samples + 1) // 2, *sites.shape[:-1], generator=generator, dtype=blocks.dtype, device=blocks.device
