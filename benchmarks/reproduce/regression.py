@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument("--sets", default=",".join(SETS))
     parser.add_argument("--splits", type=int, default=10, help="at most so many of each kind")
     parser.add_argument("--out", type=Path, default=Path("docs/results/regression"))
+    parser.add_argument("--report", action="store_true", help="run nothing, make the table of what is there")
     args = parser.parse_args()
     torch.set_num_threads(1)
     (args.out / "splits").mkdir(parents=True, exist_ok=True)
@@ -102,6 +103,8 @@ def main() -> None:
                 count = sum(key.startswith(f"{kind}_test_") for key in raw.files)
             for k in range(min(args.splits, count)):
                 path = args.out / f"splits/{name}-{kind}-{k}.json"
+                if args.report and not path.exists():
+                    continue
                 if not path.exists():
                     start = time.perf_counter()
                     found = one_split(args.data, name, kind, k)
