@@ -134,6 +134,11 @@ class Likelihood(gpytorch.likelihoods.Likelihood):
 
     def site_root(self, y: Tensor, f: Tensor) -> Tensor:  # (..., N, T, k, k')
         """Return R, site by site; with fewer columns than rows where Λ is always singular."""
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
+            raise NotImplementedError(
+                f"the curvature of {type(self).__name__} is not differentiable in its hyperparameters: override "
+                "site_root to learn them by evidence, or fix them with requires_grad_(False)"
+            )
         values, vectors = torch.linalg.eigh(self._hessian(y, f))
         floor = -(torch.finfo(f.dtype).eps ** 0.5) * values[..., -1:].abs().clamp(min=1)
         if (values < floor).any():

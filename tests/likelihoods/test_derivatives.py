@@ -5,7 +5,7 @@ import torch
 from observations import BY_NAME, EXACT, OBSERVATIONS, StudentT
 from torch.testing import assert_close
 
-from ntkgp.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Poisson
+from ntkgp.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood, Poisson
 
 N = 4
 
@@ -123,3 +123,21 @@ def test_samples_have_the_moments(observation, float64):
     assert ((y.mean(0) - mean).abs() <= 5 * (variance / S).sqrt()).all()
     spread = (y - mean).square()
     assert ((spread.mean(0) - variance).abs() <= 5 * spread.std(0) / S**0.5).all()
+
+
+def test_hyperparameters_of_ones_own_likelihood_are_not_tuned_with_half_a_gradient(float64):
+    class Scaled(Likelihood):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.tensor(2.0))
+
+        def log_prob(self, y, f):
+            return -(self.scale * (y - f).square()).sum(-1) / 2
+
+    likelihood, y, f = Scaled(), torch.randn(3, 2), torch.randn(3, 2)
+    with pytest.raises(NotImplementedError, match="not differentiable in its hyperparameters"):
+        likelihood.curvature(y, f)
+    truth = 2 * torch.eye(2).expand(3, 2, 2)
+    with torch.no_grad():
+        assert_close(likelihood.curvature(y, f), truth)
+    assert_close(likelihood.requires_grad_(False).curvature(y, f), truth)
