@@ -95,10 +95,26 @@ class Outer:
         """Return the product with a change v of the weight, and b of the bias, S of them."""
         d_out = self.G.shape[-1]
         V = v.unflatten(-1, (self.d_in, d_out)) if self.transposed else v.unflatten(-1, (d_out, self.d_in)).mT
-        moved = V[:, self.inputs] if self.has_indices else self.inputs @ V.unsqueeze(1)  # (S, N, T, d_out)
-        moved = moved if b is None else moved + b[:, None, None]
-        G = self.G.expand(self.inputs.shape[0], -1, self.inputs.shape[1], -1)
-        return (G.flatten(2) @ moved.flatten(2).unsqueeze(-1)).squeeze(-1)
+        N, T = self.inputs.shape[:2]
+        inputs = self.inputs.flatten(0, 1)
+        moved = V[:, inputs] if self.has_indices else inputs @ V  # (S, N T, d_out)
+        moved = (moved if b is None else moved + b.unsqueeze(1)).unflatten(1, (N, T))
+        if self.shared:
+            return moved.sum(2) @ self.G[0, :, 0].mT
+        return (self.G.flatten(2) @ moved.flatten(2).permute(1, 2, 0)).permute(2, 0, 1)
+
+    def vjp(self, u: Tensor) -> tuple[Tensor, Tensor]:  # (S, N, C) -> (S, d_out d_in), (S, d_out)
+        """Return the pull-back of S cotangents to the weight, and to the bias that shares its positions."""
+        N, T = self.inputs.shape[:2]
+        if self.shared:
+            g = (u @ self.G[0, :, 0]).repeat_interleave(T, dim=1)  # (S, N T, d_out)
+        else:
+            g = (u.transpose(0, 1) @ self.G.flatten(2)).transpose(0, 1).reshape(len(u), N * T, -1)
+        if self.has_indices:
+            W = g.new_zeros(len(u), self.d_in, g.shape[-1]).index_add_(1, self.inputs.flatten(), g).mT
+        else:
+            W = g.mT @ self.inputs.flatten(0, 1)
+        return (W.mT if self.transposed else W).flatten(1), g.sum(1)
 
     def pairwise_is_cheaper(self) -> bool:
         """Compare, per pair of examples, multiplications in a Gram matrix of contracted gradients and of positions.

@@ -105,19 +105,16 @@ class Features:
                 J[..., at[block.bias]] = replace(block.outer, A=None).dense()
         return J
 
-    def vjp(self, u: Tensor) -> dict[str, Tensor]:  # (N, C) -> {name: (p,)}
-        """Return Jᵀu by parameter, from the features alone."""
-        out = {}
+    def vjp(self, u: Tensor) -> dict[str, Tensor]:  # (S, N, C) -> {name: (S, p)}
+        """Return Jᵀu by parameter for S vectors, from the features alone."""
+        out: dict[str, Tensor] = {}
         for dense in self.dense:
-            for name, columns in dense.columns.items():
-                out[name] = torch.einsum("nc,ncp->p", u, dense.J[..., columns])
+            pulled = u.flatten(1) @ dense.J.flatten(0, 1)
+            out |= {name: pulled[:, columns] for name, columns in dense.columns.items()}
         for block in self.blocks:
-            outer = block.outer
-            g = torch.einsum("nc,ncto->nto", u, outer.G.expand(self.num_examples, -1, -1, -1))
-            pulled = replace(outer, G=g.unsqueeze(1), shared=False)
-            out[block.weight] = pulled.dense().sum((0, 1))
+            out[block.weight], b = block.outer.vjp(u)
             if block.bias is not None:
-                out[block.bias] = g.sum((0, 1))
+                out[block.bias] = b
         return out
 
     def weighted(self, weigh: Callable[[Tensor], Tensor]) -> "Features":
@@ -141,8 +138,8 @@ class Features:
         S = next(iter(v.values())).shape[0]
         out = self.like.new_zeros(S, self.num_examples, self.num_outputs)
         for dense in self.dense:
-            for name, columns in dense.columns.items():
-                out += torch.einsum("ncp,sp->snc", dense.J[..., columns], v[name])
+            stacked = torch.cat([v[name] for name in dense.columns], dim=1)
+            out += (stacked @ dense.J.flatten(0, 1).mT).unflatten(1, out.shape[1:])
         for block in self.blocks:
             out += block.outer.jvp(v[block.weight], None if block.bias is None else v[block.bias])
         return out

@@ -166,7 +166,7 @@ def _audited(net: Snapshot, x: Input, f: Tensor, t: Trace, analysis: Analysis, g
     }
     while True:
         try:
-            found = Features.assemble(len(f), len(seeds), capture(net, f, t, analysis, seeds)).vjp(u)
+            found = Features.assemble(len(f), len(seeds), capture(net, f, t, analysis, seeds)).vjp(u[None])
             break
         except RuleFailed as failure:
             analysis = replace(analysis, fallback=tuple(sorted({*analysis.fallback, *failure.use.target.parameters})))
@@ -186,7 +186,7 @@ def _differing(names: Iterable[str], found: dict[str, Tensor], truth: dict[str, 
     differing = []
     for name in names:
         expected = truth[name].flatten()
-        error = (found[name] - expected).norm() if name in found else expected.norm()
+        error = (found[name].flatten() - expected).norm() if name in found else expected.norm()
         bound = tolerance(expected.dtype) * (expected.norm() + 1e-3 * total)
         if not error <= bound:
             differing.append(name)

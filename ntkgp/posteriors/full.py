@@ -96,16 +96,14 @@ class FullPosterior(WeightSpacePosterior):
         learning = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
         return log_det(self._capacitance(), self._factor()) if learning else 2 * self._factor().diagonal().log().sum()
 
-    def _covariance_times(self, v: Tensor) -> Tensor:  # (P,)
-        w = self._whiten(self._kept_columns(v)).unsqueeze(-1)
-        L = self._factor()
-        w = solve_triangular(L.mT, solve_triangular(L, w, upper=False), upper=True)
-        return self._unwhiten(w.squeeze(-1))
+    def _covariance_times(self, v: Tensor) -> Tensor:  # (S, P)
+        w, L = self._whiten(self._kept_columns(v)).mT, self._factor()
+        return self._unwhiten(solve_triangular(L.mT, solve_triangular(L, w, upper=False), upper=True).mT)
 
     def _newton_step(self, delta: Tensor, g: Tensor) -> Tensor:  # (P,)
         if self.index is None:
             return super()._newton_step(delta, g)
-        return self._at(delta)._covariance_times(g)  # of the random weights alone
+        return self._at(delta)._covariance_times(g.unsqueeze(0))[0]  # of the random weights alone
 
     def _centred_weights(self, n: int, generator: torch.Generator | None) -> Tensor:  # (n, P)
         L = self._factor()

@@ -135,12 +135,12 @@ class FunctionSpacePosterior(Posterior):
     def _pulled(self, u: Tensor) -> Tensor:  # S₀ Jᵀ u, (S, N, C) -> (S, P)
         return self.prior.covariance_times(self.model.pull(u))
 
-    def _covariance_times(self, v: Tensor) -> Tensor:  # S₀ v − S₀ Jᵀ R B⁻¹ Rᵀ J S₀ v, (P,)
+    def _covariance_times(self, v: Tensor) -> Tensor:  # S₀ v − S₀ Jᵀ R B⁻¹ Rᵀ J S₀ v, (S, P)
         L, R = self._factor()
         Sv = self.prior.covariance_times(v)
-        u = R.mT @ self.model.push(Sv.unsqueeze(0)).reshape(-1, 1)
+        u = R.mT @ self.model.push(Sv).flatten(1).mT
         u = R @ solve_triangular(L.mT, solve_triangular(L, u, upper=False), upper=True)
-        return Sv - self._pulled(u.view(1, -1, self.lin.num_outputs))[0]
+        return Sv - self._pulled(u.mT.unflatten(1, (-1, self.lin.num_outputs)))
 
     def _centred_weights(self, n: int, generator: torch.Generator | None) -> Tensor:  # (n, P)
         r"""Draw by Matheron's rule: θ₀ + S₀ Jᵀ R B⁻¹(ε − Rᵀ J θ₀), θ₀ ~ N(0, S₀), ε ~ N(0, I)."""

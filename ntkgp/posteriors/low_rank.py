@@ -12,7 +12,7 @@ from torch.linalg import solve_triangular
 from ntkgp.linearization import Features
 from ntkgp.operators import gram, point_blocks
 from ntkgp.posteriors.capacitance import log_det
-from ntkgp.posteriors.model import join, split
+from ntkgp.posteriors.model import split
 from ntkgp.posteriors.weight_space import WeightSpacePosterior
 
 __all__ = ["LowRankPosterior"]
@@ -53,8 +53,7 @@ class LowRankPosterior(WeightSpacePosterior):
             out = torch.zeros_like(theta)
             for chunk in self.model:
                 R = self._roots(chunk)[atom]
-                moved = chunk.F.jvp(split(self.lin, v))[0]
-                out += join(self.lin, chunk.F.vjp(R.apply(R.mT.apply(moved))))
+                out += chunk.pull(R.apply(R.mT.apply(chunk.push(v))))[0]
             return out.double().cpu().numpy()
 
         operator = ScipyOperator((P, P), matvec=ggn, dtype="float64")
@@ -95,11 +94,11 @@ class LowRankPosterior(WeightSpacePosterior):
         V = self._whitened_cross(F).flatten(1).double()
         return (gram(F, None, self.prior.covariances()).double() - V.mT @ V).to(F.like.dtype)
 
-    def _covariance_times(self, v: Tensor) -> Tensor:  # (P,)
+    def _covariance_times(self, v: Tensor) -> Tensor:  # (S, P)
         L, W = self._factor(), self._W()
         Sv = self.prior.covariance_times(v)
-        u = solve_triangular(L.mT, solve_triangular(L, (W @ Sv).unsqueeze(-1), upper=False), upper=True)
-        return Sv - self.prior.covariance_times(u.squeeze(-1) @ W)
+        u = solve_triangular(L.mT, solve_triangular(L, W @ Sv.mT, upper=False), upper=True)
+        return Sv - self.prior.covariance_times(u.mT @ W)
 
     def _centred_weights(self, n: int, generator: torch.Generator | None) -> Tensor:  # (n, P)
         L, W = self._factor(), self._W()

@@ -22,6 +22,7 @@ class Chunk:
     data: Data
     lin: Linearization
     start: int  # which training point is the first
+    kept: bool  # whether features stay for the next pass, so that products with J should come from them
 
     @cached_property
     def f(self) -> Tensor:  # (n, C)
@@ -33,6 +34,21 @@ class Chunk:
         """J(x) in factored form."""
         with torch.no_grad():
             return self.lin.features(self.data.x)
+
+    def push(self, v: Tensor) -> Tensor:  # (S, P) -> (S, n, C)
+        """Return J v."""
+        return self.F.jvp(split(self.lin, v)) if self._factored(len(v)) else self.lin.jvp(self.data.x, v)
+
+    def pull(self, u: Tensor) -> Tensor:  # (S, n, C) -> (S, P)
+        """Return Jᵀ u."""
+        return join(self.lin, self.F.vjp(u)) if self._factored(len(u)) else self.lin.vjp(self.data.x, u)
+
+    def _factored(self, S: int) -> bool:
+        """Whether S products should come from features: if they are there, or cost less than the products themselves.
+
+        Features take C backward passes at once, about C/2 forward passes; J v and Jᵀu together more than one a vector.
+        """
+        return self.kept or "F" in self.__dict__ or self.lin.num_outputs <= 2 * S
 
     @property
     def points(self) -> slice:
@@ -47,8 +63,8 @@ class Chunk:
 class LinearModel:
     """f_lin(x_n; θ* + δ) = f_n + J_n δ at all training points n.
 
-    Features of data in memory are kept if they fit the budget; otherwise, and for loaders, every pass that needs them
-    computes them again, a chunk at a time.
+    Features of data in memory are kept if they fit the budget, and all products come from them. Otherwise, and for
+    loaders, products differentiate the network, and a pass that needs features computes them again, chunk by chunk.
 
     Args:
         lin: the linearised network.
@@ -66,7 +82,7 @@ class LinearModel:
     def __iter__(self) -> Iterator[Chunk]:
         """Yield all training points in order, in chunks; all in one if their features are kept."""
         if self.kept:
-            self._chunk = self._chunk or Chunk(self.data, self.lin, 0)
+            self._chunk = self._chunk or Chunk(self.data, self.lin, 0, kept=True)
             yield self._chunk
             return
         first = 0
@@ -75,7 +91,7 @@ class LinearModel:
             self.lin.learn(data.x)
             step = max(1, self.memory_budget // (4 * self._bytes_each))
             for start in range(0, len(data), step):
-                yield Chunk(data[start : start + step], self.lin, first + start)
+                yield Chunk(data[start : start + step], self.lin, first + start, kept=False)
             first += len(data)
         if first == 0:
             raise ValueError("data is an empty loader: at least one batch is expected")
@@ -114,19 +130,14 @@ class LinearModel:
 
     def push(self, v: Tensor) -> Tensor:  # (S, P) -> (S, N, C)
         """Return J v at all points."""
-        parts = self.split(v)
-        return torch.cat([chunk.F.jvp(parts) for chunk in self], dim=1)
+        return torch.cat([chunk.push(v) for chunk in self], dim=1)
 
     def pull(self, u: Tensor) -> Tensor:  # (S, N, C) -> (S, P)
         """Return Jᵀ u."""
         total = u.new_zeros(u.shape[0], self.lin.num_params)
         for chunk in self:
-            total += torch.stack([join(self.lin, chunk.F.vjp(row)) for row in u[:, chunk.points]])
+            total += chunk.pull(u[:, chunk.points])
         return total
-
-    def split(self, v: Tensor) -> dict[str, Tensor]:  # (S, P) -> {name: (S, p)}
-        """Cut flat vectors into those of parameters."""
-        return split(self.lin, v)
 
     def converted(self, fn: Callable[[Tensor], Tensor]) -> "LinearModel":
         """Return the model in another dtype or on another device; a loader stays what it is."""
@@ -147,8 +158,9 @@ def split(lin: Linearization, v: Tensor) -> dict[str, Tensor]:  # (S, P) -> {nam
     return dict(zip(lin.layout.names, v.split(lin.layout.sizes, dim=-1), strict=True))
 
 
-def join(lin: Linearization, parts: dict[str, Tensor]) -> Tensor:  # {name: (p,)} -> (P,)
+def join(lin: Linearization, parts: dict[str, Tensor]) -> Tensor:  # {name: (..., p)} -> (..., P)
     """Concatenate what parameters have; those that the network does not use have zeros."""
     like = next(iter(parts.values()))
     sizes = zip(lin.layout.names, lin.layout.sizes, strict=True)
-    return torch.cat([parts[name] if name in parts else like.new_zeros(size) for name, size in sizes])
+    rows = [parts[name] if name in parts else like.new_zeros(*like.shape[:-1], size) for name, size in sizes]
+    return torch.cat(rows, dim=-1)

@@ -80,7 +80,7 @@ def _iterated(start: P, max_steps: int, tolerance: float, num_samples: int, seed
 def _mean_step(posterior: "Posterior", g: Tensor) -> Tensor:  # (P,)
     """Return (Jᵀ Λ J + S₀⁻¹)⁻¹ g, whatever the structure of Σ."""
     if isinstance(posterior, FunctionSpacePosterior | FullPosterior):
-        return posterior._covariance_times(g)
+        return posterior._covariance_times(g.unsqueeze(0))[0]
     assert isinstance(posterior, WeightSpacePosterior)
     return posterior._solve(g, [posterior._site_root(chunk) for chunk in posterior.model])
 

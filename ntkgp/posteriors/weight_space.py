@@ -12,7 +12,7 @@ from ntkgp.linearization import Features
 from ntkgp.operators import gram, point_blocks
 from ntkgp.posteriors.base import Posterior
 from ntkgp.posteriors.mode import Mode, weight_space_mode
-from ntkgp.posteriors.model import Chunk, join, split
+from ntkgp.posteriors.model import Chunk
 from ntkgp.priors import Covariance
 from ntkgp.priors.covariance import rows_times
 from ntkgp.solvers import conjugate_gradients
@@ -89,15 +89,14 @@ class WeightSpacePosterior(Posterior):
 
     def _solve(self, g: Tensor, roots: list[SiteBlocks]) -> Tensor:  # (Jᵀ R Rᵀ J + S₀⁻¹)⁻¹ g, (P,)
 
-        def hessian(v: Tensor) -> Tensor:
+        def hessian(v: Tensor) -> Tensor:  # (S, P)
             out = self.prior.precision_times(v)
             for chunk, R in zip(self.model, roots, strict=True):
-                moved = chunk.F.jvp(split(self.lin, v.unsqueeze(0)))[0]
-                out = out + join(self.lin, chunk.F.vjp(R.apply(R.mT.apply(moved))))
+                out = out + chunk.pull(R.apply(R.mT.apply(chunk.push(v))))
             return out
 
         tolerance = torch.finfo(g.dtype).eps ** 0.5  # Newton's next step corrects what is left
-        return conjugate_gradients(hessian, g, self._covariance_times, tolerance, _MAX_CG).x
+        return conjugate_gradients(hessian, g.unsqueeze(0), self._covariance_times, tolerance, _MAX_CG).x[0]
 
 
 class BlockPosterior(WeightSpacePosterior):
@@ -124,7 +123,7 @@ class BlockPosterior(WeightSpacePosterior):
     def _joint(self, F: Features) -> Tensor:  # (n C, n C)
         return gram(F, None, self._now())
 
-    def _covariance_times(self, v: Tensor) -> Tensor:  # (P,)
+    def _covariance_times(self, v: Tensor) -> Tensor:  # (S, P)
         return rows_times(v, self._now(), self.lin.layout)
 
     def _centred_weights(self, n: int, generator: torch.Generator | None) -> Tensor:  # (n, P)

@@ -1,5 +1,6 @@
-"""Linear systems that are only known by their products."""
+"""Linear systems too large to factorise."""
 
-from ntkgp.solvers.cg import Solution, conjugate_gradients
+from ntkgp.solvers.cg import Product, Solution, conjugate_gradients
+from ntkgp.solvers.nystrom import Nystrom
 
-__all__ = ["Solution", "conjugate_gradients"]
+__all__ = ["Nystrom", "Product", "Solution", "conjugate_gradients"]

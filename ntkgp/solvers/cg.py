@@ -1,49 +1,68 @@
-"""Preconditioned conjugate gradients with a residual to show for it."""
+"""Preconditioned conjugate gradients for several right-hand sides, with residuals to show for it."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["Solution", "conjugate_gradients"]
+__all__ = ["Product", "Solution", "conjugate_gradients"]
+
+Product = Callable[[Tensor], Tensor]  # (S, n) -> (S, n), row by row
 
 
 @dataclass(frozen=True)
 class Solution:
     """x with A x ≈ b, and how close it is."""
 
-    x: Tensor
-    residual: float  # ‖b − A x‖ / ‖b‖, as the recursion has it
+    x: Tensor  # (S, n)
+    residuals: Tensor  # (S,), ‖b − A x‖ / ‖b‖ as the recursion has it
     iterations: int
+    products: int  # vectors that A was multiplied with
+
+    @property
+    def residual(self) -> float:
+        """The largest of the residuals."""
+        return self.residuals.max().item()
 
 
 def conjugate_gradients(
-    A: Callable[[Tensor], Tensor],
+    A: Product,
     b: Tensor,
-    precondition: Callable[[Tensor], Tensor],
+    precondition: Product,
     tolerance: float,
     max_iterations: int,
-) -> Solution:  # (P,)
-    """Solve A x = b for symmetric positive definite A.
+    start: Tensor | None = None,
+    seconds: float = float("inf"),
+) -> Solution:  # (S, n)
+    """Solve A x = b for symmetric positive definite A, each row by itself; a row that has converged stays.
 
     Args:
         A: v -> A v.
-        b: right-hand side.
+        b: right-hand sides, one a row.
         precondition: v -> M⁻¹ v for some symmetric positive definite M like A.
         tolerance: relative residual to stop at.
         max_iterations: when to give up.
+        start: x to start from, at the price of one product; zero by default.
+        seconds: another budget: no iteration begins after it.
     """
-    x, r = torch.zeros_like(b), b.clone()
+    began, S = time.monotonic(), len(b)
+    if start is None:
+        x, r, products = torch.zeros_like(b), b.clone(), 0
+    else:
+        x, r, products = start.clone(), b - A(start), S
+    scale = b.norm(dim=1).clamp(min=torch.finfo(b.dtype).tiny)
     z = precondition(r)
-    p, rho = z, r @ z
-    scale, iterations = b.norm(), 0
-    while iterations < max_iterations and r.norm() > tolerance * scale:
+    p, rho = z, (r * z).sum(1)
+    active, iterations = r.norm(dim=1) > tolerance * scale, 0
+    while active.any() and iterations < max_iterations and time.monotonic() - began < seconds:
         Ap = A(p)
-        step = rho / (p @ Ap)
+        step = torch.where(active, rho / (p * Ap).sum(1), 0).unsqueeze(1)
         x, r = x + step * p, r - step * Ap
         z = precondition(r)
-        rho, before = r @ z, rho
-        p = z + rho / before * p
-        iterations += 1
-    return Solution(x, (r.norm() / scale).item() if scale > 0 else 0.0, iterations)
+        rho, before = (r * z).sum(1), rho
+        p = z + torch.where(active, rho / before, 0).unsqueeze(1) * p
+        active &= r.norm(dim=1) > tolerance * scale
+        iterations, products = iterations + 1, products + S
+    return Solution(x, r.norm(dim=1) / scale, iterations, products)
