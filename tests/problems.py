@@ -39,6 +39,14 @@ class Problem:
         self.make_prior = lambda: PRIORS[prior](self.lin)
         self.make_likelihood = lambda: observation.make().to(torch.get_default_dtype())
 
+    def informed(self, spread=1.0):
+        """The same problem with targets drawn from the linear model itself, so that they tell of its weights."""
+        generator = torch.Generator().manual_seed(5)
+        theta = spread * torch.randn(self.lin.num_params, generator=generator)
+        f = self.lin(self.x) + self.lin.jvp(self.x, theta - self.lin.theta)
+        self.y = self.make_likelihood().sample(f.detach(), generator)
+        return self
+
     def fit(self, method, **options):
         return ntkgp.fit(self.lin, (self.x, self.y), self.make_likelihood(), method, self.make_prior(), **options)
 

@@ -14,11 +14,12 @@ from linear_operator import to_linear_operator
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from ntkgp.evidence import derivative_in_logarithm
 from ntkgp.likelihoods import Likelihood, SiteBlocks
 from ntkgp.linearization import Features, Linearization
 from ntkgp.linearization.inputs import Input, batch_size, leaves, take
 from ntkgp.posteriors.mode import Certificate, Mode
-from ntkgp.posteriors.model import Chunk, LinearModel, join, split
+from ntkgp.posteriors.model import Chunk, LinearModel, split
 from ntkgp.posteriors.prediction import Latent, Prediction, predictive_of
 from ntkgp.priors import Prior
 
@@ -96,7 +97,7 @@ class Posterior(gpytorch.Module):
         """Draw θ less its posterior mean."""
 
     @abstractmethod
-    def _covariance_times(self, v: Tensor) -> Tensor:  # (P,) -> (P,)
+    def _covariance_times(self, v: Tensor) -> Tensor:  # (S, P) -> (S, P)
         """Return Σ v."""
 
     @property
@@ -250,6 +251,25 @@ class Posterior(gpytorch.Module):
         posterior = self if curvature_at == "map" else self._at(self.linear_mode().delta)
         return self._log_joint(delta) - posterior._log_det() / 2
 
+    def effective_parameters(self) -> Tensor:  # (G,)
+        r"""Return γ, how many parameters of each group the data determine: −∂ log |B| / ∂ log α_g.
+
+        With Σ the posterior covariance this is P_g − α_g tr Σ_gg; all groups together have at most min(P, N C).
+
+        Raises:
+            ValueError: if the prior has no precisions.
+        """
+        if not hasattr(self.prior, "precision"):
+            raise ValueError(f"{type(self.prior).__name__} has no precisions to count parameters by")
+        raw = self.prior.raw_precision
+        learnt = raw.requires_grad
+        try:
+            raw.requires_grad_(True)
+            with torch.enable_grad():
+                return -derivative_in_logarithm(self._log_det(), self.prior, "precision")
+        finally:
+            raw.requires_grad_(learnt)
+
     def _log_joint(self, delta: Tensor) -> Tensor:  # ()
         """Return log p(y | f_lin(θ)) − ½ ‖θ − m₀‖²_{S₀⁻¹} at θ = θ* + δ."""
         distance = self.lin.theta + delta - self.prior.mean
@@ -259,7 +279,7 @@ class Posterior(gpytorch.Module):
         return torch.stack([chunk.log_prob(self.likelihood, self._moved(chunk, delta)) for chunk in self.model]).sum()
 
     def _moved(self, chunk: Chunk, delta: Tensor | None) -> Tensor:  # (n, C)
-        return chunk.f if delta is None else chunk.f + chunk.F.jvp(split(self.lin, delta.unsqueeze(0)))[0]
+        return chunk.f if delta is None else chunk.f + chunk.push(delta.unsqueeze(0))[0]
 
     def _site_root(self, chunk: Chunk) -> SiteBlocks:
         """Return R at the points of a chunk."""
@@ -276,7 +296,7 @@ class Posterior(gpytorch.Module):
                 r = self.likelihood.expand(chunk.data.y, f, chunk.data.weights).r
             else:
                 r = residual(chunk, f)
-            g = g + join(self.lin, chunk.F.vjp(r))
+            g = g + chunk.pull(r.unsqueeze(0))[0]
         return g
 
     def linear_mode(self) -> Mode:

@@ -1,13 +1,16 @@
 """Hyperparameters by evidence, or by a score on validation data. The network is not differentiated again."""
 
 import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from ntkgp.evidence import maximise
+from ntkgp.evidence import derivative_in_logarithm, maximise, precision_step
+from ntkgp.likelihoods import Gaussian, Likelihood
 from ntkgp.posteriors.data import as_source, gather
 
 if TYPE_CHECKING:
@@ -17,6 +20,7 @@ __all__ = ["tune"]
 
 P = TypeVar("P", bound="Posterior")
 _FAR = 1.0  # nats a target
+_ROUNDS = 20  # evaluations of Λ at the linear mode
 
 
 def tune(
@@ -26,35 +30,45 @@ def tune(
     grid: Tensor | None = None,
     steps: int = 50,
     curvature_at: str = "map",
+    method: str = "gradient",
     progress: bool | None = None,
 ) -> P:
     """Maximise the evidence over all hyperparameters that require gradients, or a validation score over a grid.
 
-    By evidence: quasi-Newton steps over the raw parameters, their logarithms. On validation data: all precisions are
-    multiplied by each value of ``grid``, and the one with the best mean log predictive density stays. Every step
-    is a line of ``posterior.history``. If anything fails, the hyperparameters are as they were.
+    By evidence: quasi-Newton steps over the raw parameters, their logarithms, or MacKay's fixed point. On validation
+    data: all precisions are multiplied by each value of ``grid``, and the one with the best mean log predictive density
+    stays. Every step is a line of ``posterior.history``. If anything fails, the hyperparameters are as they were.
 
     Args:
         posterior: whose prior and likelihood to tune, in place.
         at: where the evidence is evaluated, "linear_mode" or "map".
         validation: (X, y), a Dataset or a DataLoader.
         grid: factors for the precisions, 10⁻⁴ to 10⁴ by default.
-        steps: at most so many steps.
-        curvature_at: where Λ is evaluated, "map" or "linear_mode".
+        steps: at most so many steps; with ``curvature_at="linear_mode"`` so many after each evaluation of Λ.
+        curvature_at: where Λ is evaluated: "map" for where the posterior has it; "linear_mode" alternates between
+            tuning with Λ fixed and evaluating it at the new mode, to a point where both stay.
+        method: "gradient", or "fixed_point" for precisions and Gaussian noise, which also logs γ, the effective number
+            of parameters of each group.
         progress: whether to show a bar; by default in a terminal.
 
     Returns:
         The same posterior.
 
     Raises:
-        ValueError: if there is nothing to tune.
+        ValueError: if there is nothing to tune, or a name is not known.
     """
+    if at not in ("linear_mode", "map"):
+        raise ValueError(f'at must be "linear_mode" or "map", but is {at!r}')
+    if curvature_at not in ("linear_mode", "map"):
+        raise ValueError(f'curvature_at must be "linear_mode" or "map", but is {curvature_at!r}')
+    if method not in ("gradient", "fixed_point"):
+        raise ValueError(f'method must be "gradient" or "fixed_point", but is {method!r}')
     before = [(p, p.detach().clone()) for p in posterior.parameters()]
     try:
-        if validation is None:
-            _by_evidence(posterior, at, curvature_at, steps, progress)
-        else:
+        if validation is not None:
             _on_validation(posterior, validation, grid, progress)
+        else:
+            _by_evidence(posterior, at, curvature_at, method, steps, progress)
     except BaseException:
         with torch.no_grad():
             for parameter, value in before:
@@ -63,23 +77,113 @@ def tune(
     return posterior
 
 
-def _by_evidence(posterior: "Posterior", at: str, curvature_at: str, steps: int, progress: bool | None) -> None:
+def _by_evidence(
+    posterior: "Posterior", at: str, curvature_at: str, method: str, steps: int, progress: bool | None
+) -> None:
     hyperparameters = [p for p in posterior.parameters() if p.requires_grad]
     if not hyperparameters:
         raise ValueError("there is nothing to tune: no hyperparameter of prior and likelihood requires gradients")
     tolerance = 1e-6 if hyperparameters[0].dtype == torch.float64 else 1e-4
-
-    def objective() -> Tensor:
-        return posterior.log_evidence(at, curvature_at) + _log_hyperprior(posterior)
-
-    with tqdm(total=steps, desc="tune", disable=_hidden(progress)) as bar:
-        for step in maximise(objective, hyperparameters, steps, tolerance):
-            found = {"log_evidence": step.value, "gradient_norm": step.gradient_norm}
-            posterior.history.append(found | _settings(posterior))
-            bar.set_postfix(log_evidence=f"{step.value:.4g}")
-            bar.update()
+    climb = _climb if method == "gradient" else _iterate
+    with tqdm(desc="tune", disable=_hidden(progress)) as bar:
+        if curvature_at == "map":
+            for found in climb(Objective(posterior, at, posterior), hyperparameters, steps, tolerance):
+                _log(posterior, found, bar)
+        else:
+            for _ in range(_ROUNDS):
+                start = [p.detach().clone() for p in hyperparameters]
+                there = posterior._at(posterior.linear_mode().delta)
+                for found in climb(Objective(posterior, at, there), hyperparameters, steps, tolerance):
+                    _log(posterior, found, bar)
+                moved = max((p.detach() - p0).abs().max().item() for p, p0 in zip(hyperparameters, start, strict=True))
+                if moved <= tolerance**0.5:
+                    break
     if at == "linear_mode" and posterior.shift is None:
         _warn_if_far(posterior)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The log evidence with Λ where ``curvature`` has it, and the log density of hyperpriors."""
+
+    posterior: "Posterior"
+    at: str
+    curvature: "Posterior"
+
+    def log_joint(self) -> Tensor:
+        """Return log p(y | f_lin(θ)) − ½ ‖θ − m₀‖²_{S₀⁻¹}."""
+        theta = self.posterior.lin.theta
+        delta = torch.zeros_like(theta) if self.at == "map" else self.posterior.linear_mode().delta
+        return self.posterior._log_joint(delta)
+
+    def log_det(self) -> Tensor:
+        """Return log |B|."""
+        return self.curvature._log_det()
+
+    def __call__(self) -> Tensor:
+        return self.log_joint() - self.log_det() / 2 + _log_hyperprior(self.posterior)
+
+
+def _climb(
+    objective: Objective, hyperparameters: list[nn.Parameter], steps: int, tolerance: float
+) -> Iterator[dict[str, Any]]:
+    for step in maximise(objective, hyperparameters, steps, tolerance):
+        yield {"log_evidence": step.value, "gradient_norm": step.gradient_norm}
+
+
+def _iterate(
+    objective: Objective, hyperparameters: list[nn.Parameter], steps: int, tolerance: float
+) -> Iterator[dict[str, Any]]:
+    """Repeat MacKay's steps until no logarithm moves by more than the tolerance."""
+    posterior = objective.posterior
+    prior, likelihood = posterior.prior, posterior.likelihood
+    known = {id(getattr(prior, "raw_precision", None)), id(_raw_noise(likelihood))}
+    if {id(p) for p in hyperparameters} - known or any(posterior.named_priors()):
+        raise ValueError(
+            'method="fixed_point" is for precisions and Gaussian noise without hyperpriors: use method="gradient"'
+        )
+    learnt = {id(p) for p in hyperparameters}
+    for _ in range(steps):
+        with torch.enable_grad():
+            log_joint, log_det = objective.log_joint(), objective.log_det()
+        found: dict[str, Any] = {"log_evidence": (log_joint - log_det / 2).item()}
+        new: list[tuple[Any, str, Tensor]] = []
+        if id(getattr(prior, "raw_precision", None)) in learnt:
+            gamma = -derivative_in_logarithm(log_det, prior, "precision")
+            q = -2 * derivative_in_logarithm(log_joint, prior, "precision")
+            new.append((prior, "precision", precision_step(prior.precision.detach(), gamma, q)))
+            found["effective_parameters"] = gamma.tolist()
+        if id(_raw_noise(likelihood)) in learnt:
+            n = _targets(posterior)
+            n = n.sum() if likelihood.noise.numel() == 1 else n
+            rho = n + 2 * derivative_in_logarithm(log_joint, likelihood, "noise")  # ‖y − f‖² / σ²
+            left = n + derivative_in_logarithm(log_det, likelihood, "noise")  # n − γ
+            new.append((likelihood, "noise", likelihood.noise.detach() * rho / left))
+        yield found
+        moved = max((value / getattr(owner, name).detach()).log().abs().max().item() for owner, name, value in new)
+        for owner, name, value in new:
+            setattr(owner, name, value)
+        if moved <= tolerance:
+            return
+
+
+def _raw_noise(likelihood: Likelihood) -> nn.Parameter | None:
+    return likelihood.raw_noise if isinstance(likelihood, Gaussian) else None
+
+
+def _targets(posterior: "Posterior") -> Tensor:  # (C,)
+    """Return how many targets each output has, weights counted."""
+    total = torch.zeros(posterior.lin.num_outputs, dtype=posterior.lin.dtype, device=posterior.lin.device)
+    for chunk in posterior.model:
+        w = chunk.data.weights
+        total += len(chunk.data) if w is None else w.sum(0)
+    return total
+
+
+def _log(posterior: "Posterior", found: dict[str, Any], bar: tqdm) -> None:
+    posterior.history.append(found | _settings(posterior))
+    bar.set_postfix(log_evidence=f"{found['log_evidence']:.4g}")
+    bar.update()
 
 
 def _warn_if_far(posterior: "Posterior") -> None:

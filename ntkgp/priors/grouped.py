@@ -22,7 +22,8 @@ class Grouped(LinearPrior):
         lin: whose parameters the prior is over.
         by: "layer" for one group a layer, "normalized" for one group a layer that a normalisation makes scale
             invariant and one for the rest, or a partition {group: [parameter or module names]}.
-        precision: α, a number for all groups, a dict by group, or a tensor (*batch, G).
+        precision: α, a number for all groups, a dict by group, or a tensor (*batch, G). By default 1, and for
+            "normalized" P_g / ‖θ*_g‖², which follows the weights when they are scaled.
         mean: m₀.
         precision_prior: a hyperprior on the precisions.
         precision_constraint: where the precisions may lie; positive by default.
@@ -35,13 +36,15 @@ class Grouped(LinearPrior):
         self,
         lin: Linearization,
         by: str | Mapping[str, Sequence[str]] = "layer",
-        precision: float | Mapping[str, float] | Tensor = 1.0,
+        precision: float | Mapping[str, float] | Tensor | None = None,
         mean: float | Tensor | str = 0.0,
         precision_prior: gpytorch.priors.Prior | None = None,
         precision_constraint: Interval | None = None,
     ) -> None:
         super().__init__(lin, mean)
         self.groups = _partition(lin, by)
+        if precision is None:
+            precision = _mean_squares(lin, self.groups).reciprocal() if by == "normalized" else 1.0
         value = self._by_group(precision).to(self.mean)
         self._positive("precision", value, precision_constraint, precision_prior)
 
@@ -142,6 +145,13 @@ class Isotropic(Grouped):
         The mean of N negative log likelihoods plus ½ λ ‖θ‖² is 1/N of a negative log posterior with precision λ N.
         """
         return cls(lin, positive("weight_decay", weight_decay) * int(positive("num_data", num_data)), mean)
+
+
+def _mean_squares(lin: Linearization, groups: Mapping[str, Sequence[str]]) -> Tensor:  # ‖θ*_g‖² / P_g, (G,)
+    theta = lin.layout.split(lin.theta)
+    means = [torch.cat([theta[name].flatten() for name in names]).square().mean() for names in groups.values()]
+    found = torch.stack(means)
+    return torch.where(found > 0, found, 1.0)  # a group of zeros says nothing of its scale
 
 
 def _partition(lin: Linearization, by: str | Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:

@@ -1,5 +1,6 @@
 """Gradients of the evidence, tuning, and what live hyperparameters mean."""
 
+import gpytorch
 import pytest
 import torch
 from problems import Problem
@@ -105,9 +106,9 @@ def test_failed_tuning_changes_nothing(float64, monkeypatch):
         calls.append(1)
         if len(calls) > 2:
             raise RuntimeError("broken")
-        return type(post).__mro__[1].log_evidence(post, *args, **kwargs)
+        return type(post)._log_joint(post, *args, **kwargs)
 
-    monkeypatch.setattr(post, "log_evidence", fail)
+    monkeypatch.setattr(post, "_log_joint", fail)
     with pytest.raises(RuntimeError, match="broken"):
         post.tune()
     for parameter, value in zip(post.parameters(), before, strict=True):
@@ -136,3 +137,70 @@ def test_a_network_far_from_its_mode_is_told(float64):
     with pytest.warns(UserWarning, match=r"nats a target over the network itself.*refine"):
         post = ntkgp.fit(net, (x, y), ntkgp.likelihoods.Gaussian(0.1).double())
     assert post.refine().predict(x).log_prob(y).mean() > post.predict(x).log_prob(y).mean() + 1
+
+
+@pytest.mark.parametrize("prior", ["isotropic", "grouped", "diagonal"])
+@pytest.mark.parametrize("method", ["function", "full"])
+def test_effective_parameters_are_counted_by_the_trace(method, prior, float64):
+    problem = Problem("mlp", "categorical", prior)
+    post = problem.fit(method)
+    J, f, _, _ = problem.dense()
+    Lambda = post.likelihood.curvature(post.model.data.y, f)
+    Sigma = torch.linalg.inv(
+        torch.einsum("ncp,ncd,ndq->pq", J, Lambda, J) + torch.linalg.inv(post.prior.covariance().to_dense())
+    )
+    shares = 1 - Sigma.diagonal() / post.prior.covariance().to_dense().diagonal()  # 1 − α_i Σ_ii
+    if prior != "diagonal":
+        sizes = [
+            sum(problem.lin.layout.sizes[problem.lin.layout.names.index(n)] for n in names)
+            for names in post.prior.groups.values()
+        ]
+        shares = torch.stack([part.sum() for part in shares.split(sizes)])
+    assert_close(post.effective_parameters(), shares, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:the mode of the linear model gains")
+@pytest.mark.parametrize("at", ["linear_mode", "map"])
+@pytest.mark.parametrize("likelihood", ["gaussian", "noise by output", "categorical"])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_fixed_point_is_where_the_gradient_vanishes(method, likelihood, at, float64):
+    problem = Problem("mlp", likelihood, "isotropic", n=40).informed()
+    post = problem.fit(method, **METHODS[method])
+    post.tune(at=at, method="fixed_point", steps=200)
+    grads = torch.autograd.grad(post.log_evidence(at), list(post.parameters()))
+    assert max(g.abs().max() for g in grads) < 1e-4
+    counted = sum(post.history[-1]["effective_parameters"])
+    assert counted == pytest.approx(post.effective_parameters().sum().item(), rel=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:the mode of the linear model gains")
+def test_curvature_and_hyperparameters_settle_together(float64):
+    problem = Problem("mlp", "categorical", "isotropic", n=40).informed()
+    post = problem.fit("function").tune(curvature_at="linear_mode")
+    there = post._at(post.linear_mode().delta)
+    value = post._log_joint(post.linear_mode().delta) - there._log_det() / 2
+    (gradient,) = torch.autograd.grad(value, list(post.parameters()))
+    assert gradient.abs().max() < 1e-4
+    assert value.item() == pytest.approx(post.log_evidence(curvature_at="linear_mode").item(), rel=1e-10)
+    elsewhere = problem.fit("function").tune()
+    assert (elsewhere.prior.precision - post.prior.precision).abs().max() > 1e-3
+
+
+def test_the_fixed_point_says_what_it_cannot_tune(float64):
+    problem = Problem("mlp", "gaussian")
+    prior = ntkgp.priors.Isotropic(problem.lin, precision_prior=gpytorch.priors.GammaPrior(2.0, 1.0))
+    post = ntkgp.fit(problem.lin, (problem.x, problem.y), problem.make_likelihood(), "function", prior)
+    with pytest.raises(ValueError, match="without hyperpriors"):
+        post.tune(method="fixed_point")
+    with pytest.raises(ValueError, match='method must be "gradient" or "fixed_point"'):
+        post.tune(method="mackay")
+
+
+def test_a_hyperprior_moves_the_optimum(float64):
+    problem = Problem("mlp", "gaussian")
+    found = []
+    for hyperprior in (None, gpytorch.priors.LogNormalPrior(5.0, 0.1)):
+        prior = ntkgp.priors.Isotropic(problem.lin, precision_prior=hyperprior)
+        post = ntkgp.fit(problem.lin, (problem.x, problem.y), problem.make_likelihood(), "function", prior, tune=True)
+        found.append(post.prior.precision.item())
+    assert 100 < found[1] < 200 < abs(found[0] - found[1]) + 200
