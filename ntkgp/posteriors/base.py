@@ -15,7 +15,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ntkgp.evidence import derivative_in_logarithm
-from ntkgp.likelihoods import Likelihood, SiteBlocks
+from ntkgp.likelihoods import Expansion, Likelihood, SiteBlocks
 from ntkgp.linearization import Features, Linearization
 from ntkgp.linearization.inputs import Input, batch_size, leaves, take
 from ntkgp.posteriors.mode import Certificate, Mode
@@ -272,32 +272,42 @@ class Posterior(gpytorch.Module):
 
     def _log_joint(self, delta: Tensor) -> Tensor:  # ()
         """Return log p(y | f_lin(θ)) − ½ ‖θ − m₀‖²_{S₀⁻¹} at θ = θ* + δ."""
+        return self._log_likelihood(delta) - self._quadratic(delta)
+
+    def _quadratic(self, delta: Tensor) -> Tensor:  # ½ ‖θ − m₀‖²_{S₀⁻¹}, ()
         distance = self.lin.theta + delta - self.prior.mean
-        return self._log_likelihood(delta) - distance @ self.prior.precision_times(distance) / 2
+        return distance @ self.prior.precision_times(distance) / 2
 
     def _log_likelihood(self, delta: Tensor) -> Tensor:  # ()
-        return torch.stack([chunk.log_prob(self.likelihood, self._moved(chunk, delta)) for chunk in self.model]).sum()
+        parts = [chunk.log_prob(self.likelihood, self._moved(chunk, delta)) for chunk in self.model]
+        return self.model.summed(torch.stack(parts).sum())
+
+    def _log_prob_at(self, f: Tensor) -> Tensor:  # (N, C) -> ()
+        parts = [chunk.log_prob(self.likelihood, f[chunk.points]) for chunk in self.model]
+        return self.model.summed(torch.stack(parts).sum())
 
     def _moved(self, chunk: Chunk, delta: Tensor | None) -> Tensor:  # (n, C)
         return chunk.f if delta is None else chunk.f + chunk.push(delta.unsqueeze(0))[0]
+
+    def _expand(self, chunk: Chunk, f: Tensor) -> Expansion:  # (n, C)
+        return self.likelihood.expand(chunk.data.y, f, chunk.data.weights)
 
     def _site_root(self, chunk: Chunk) -> SiteBlocks:
         """Return R at the points of a chunk."""
         if self.sites is not None:
             return self.sites[chunk.points]
-        return self.likelihood.expand(chunk.data.y, self._moved(chunk, self.shift), chunk.data.weights).R
+        return self._expand(chunk, self._moved(chunk, self.shift)).R
 
-    def _gradient(self, delta: Tensor, residual: Callable[[Chunk, Tensor], Tensor] | None = None) -> Tensor:  # (P,)
-        """Return Jᵀ r − S₀⁻¹(θ − m₀) at θ = θ* + δ, with r the likelihood's, or what ``residual`` says."""
-        g = -self.prior.precision_times(self.lin.theta + delta - self.prior.mean)
+    def _gradient_at(self, delta: Tensor, f: Tensor) -> Tensor:  # (P,), (N, C) -> (P,)
+        """Return Jᵀ r − S₀⁻¹(θ − m₀) at θ = θ* + δ, with r at latent values f."""
+        return self._gradient(delta, lambda chunk: self._expand(chunk, f[chunk.points]).r)
+
+    def _gradient(self, delta: Tensor, residual: Callable[[Chunk], Tensor]) -> Tensor:  # (P,)
+        """Return Jᵀ r − S₀⁻¹(θ − m₀) at θ = θ* + δ, with the r that ``residual`` says."""
+        g = torch.zeros_like(delta)
         for chunk in self.model:
-            f = self._moved(chunk, delta)
-            if residual is None:
-                r = self.likelihood.expand(chunk.data.y, f, chunk.data.weights).r
-            else:
-                r = residual(chunk, f)
-            g = g + chunk.pull(r.unsqueeze(0))[0]
-        return g
+            g = g + chunk.pull(residual(chunk).unsqueeze(0))[0]
+        return self.model.summed(g) - self.prior.precision_times(self.lin.theta + delta - self.prior.mean)
 
     def linear_mode(self) -> Mode:
         """Return θ_⋆ − θ*, the mode of the linear model, with its certificate."""

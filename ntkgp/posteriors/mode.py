@@ -15,7 +15,7 @@ from torch.linalg import solve_triangular
 from ntkgp.likelihoods import Expansion
 from ntkgp.posteriors.capacitance import capacitance
 
-__all__ = ["Certificate", "Mode", "function_space_mode", "weight_space_mode"]
+__all__ = ["Certificate", "Mode", "WeightSpaceProblem", "function_space_mode", "weight_space_mode"]
 
 _MAX_STEPS = 300
 _SHORTEST = 1e-6
@@ -84,34 +84,50 @@ def function_space_mode(
     return alpha, Certificate(converged, steps, norm, decrement)
 
 
-def weight_space_mode(
-    log_joint: Callable[[Tensor], Tensor],
-    gradient: Callable[[Tensor], Tensor],
-    newton: Callable[[Tensor, Tensor], Tensor],
-    whiten: Callable[[Tensor], Tensor],
-    start: Tensor,
-) -> Mode:
+@dataclass(frozen=True)
+class WeightSpaceProblem:
+    """ψ and what a search in weight space needs of it; f are latent values at the training points, (N, C)."""
+
+    log_prob: Callable[[Tensor], Tensor]  # f -> log p(y | f)
+    quadratic: Callable[[Tensor], Tensor]  # δ -> ½ ‖θ* + δ − m₀‖²_{S₀⁻¹}
+    gradient: Callable[[Tensor, Tensor], Tensor]  # (δ, f) -> ∇ψ
+    newton: Callable[[Tensor, Tensor, Tensor], Tensor]  # (δ, f, g) -> H⁻¹ g, at least approximately
+    push: Callable[[Tensor], Tensor]  # v -> J v
+    whiten: Callable[[Tensor], Tensor]  # g -> S₀^½ᵀ g, for the certificate
+
+
+def weight_space_mode(problem: WeightSpaceProblem, start: Tensor, f: Tensor, tolerance: float | None = None) -> Mode:
     r"""Return δ = θ_⋆ − θ*.
 
+    The outputs f + J δ are carried along, so that a step costs one product for the gradient, those that ``newton``
+    takes, and one to move f; the line search costs none.
+
     Args:
-        log_joint: ψ(θ* + δ).
-        gradient: ∇ψ.
-        newton: (δ, g) -> H(δ)⁻¹ g, at least approximately.
-        whiten: g -> S₀^½ᵀ g, for the certificate.
+        problem: what to maximise.
         start: δ to start from, (P,).
+        f: what the network returns at the training points.
+        tolerance: stop when the error of θ in the norm of H is estimated to be so small beside ‖θ − m₀‖ in that of the
+            prior; by default when only rounding is left.
     """
-    delta, value = start, log_joint(start)
-    decrement, steps, converged = float("inf"), 0, False
+
+    def psi(delta: Tensor, moved: Tensor) -> Tensor:
+        return problem.log_prob(moved) - problem.quadratic(delta)
+
+    delta, moved = start, f + problem.push(start) if start.any() else f
+    value, decrement, steps, converged = psi(delta, moved), float("inf"), 0, False
+    g = problem.gradient(delta, moved)
     while steps < _MAX_STEPS and not converged:
-        g = gradient(delta)
-        step = newton(delta, g)
+        step = problem.newton(delta, moved, g)
+        along = problem.push(step)
         before, decrement = decrement, (g @ step).item() / 2
-        size = _line_search(lambda s: log_joint(delta + s * step), value)  # noqa: B023
-        delta, steps = delta + size * step, steps + 1
-        value = log_joint(delta)
-        converged = _finished(decrement, before, value) or size == 0
-    norm = whiten(gradient(delta)).norm().item()
-    return Mode(delta, Certificate(converged, steps, norm, decrement))
+        size = _line_search(lambda s: psi(delta + s * step, moved + s * along), value)  # noqa: B023
+        delta, moved, steps = delta + size * step, moved + size * along, steps + 1
+        value, g = psi(delta, moved), problem.gradient(delta, moved)
+        if tolerance is None:
+            converged = _finished(decrement, before, value) or size == 0
+        else:
+            converged = decrement <= tolerance**2 * problem.quadratic(delta).item() or size == 0
+    return Mode(delta, Certificate(converged, steps, problem.whiten(g).norm().item(), decrement))
 
 
 def _finished(decrement: float, before: float, value: Tensor) -> bool:

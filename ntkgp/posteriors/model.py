@@ -11,6 +11,7 @@ from ntkgp.likelihoods import Likelihood
 from ntkgp.linearization import Features, Linearization
 from ntkgp.linearization.inputs import map_leaves
 from ntkgp.posteriors.data import Data, Source, checked
+from ntkgp.solvers import ALONE, Ranks
 
 __all__ = ["Chunk", "LinearModel"]
 
@@ -21,7 +22,8 @@ class Chunk:
 
     data: Data
     lin: Linearization
-    start: int  # which training point is the first
+    start: int  # which of this process's training points is the first
+    first: int  # which of all training points that is
     kept: bool  # whether features stay for the next pass, so that products with J should come from them
 
     @cached_property
@@ -52,7 +54,7 @@ class Chunk:
 
     @property
     def points(self) -> slice:
-        """Which training points these are."""
+        """Which of this process's training points these are."""
         return slice(self.start, self.start + len(self.data))
 
     def log_prob(self, likelihood: Likelihood, f: Tensor) -> Tensor:  # ()
@@ -71,30 +73,56 @@ class LinearModel:
         source: the training data.
         likelihood: what the targets of a loader are checked by.
         memory_budget: bytes that kept features may take.
+        ranks: which processes share the data; this one iterates over its part, and ``summed`` adds up all parts.
     """
 
     def __init__(
-        self, lin: Linearization, source: Source, likelihood: Likelihood, memory_budget: int = 4 << 30
+        self,
+        lin: Linearization,
+        source: Source,
+        likelihood: Likelihood,
+        memory_budget: int = 4 << 30,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.lin, self.source, self.likelihood, self.memory_budget = lin, source, likelihood, memory_budget
+        self.ranks = ranks
+        self.passes = 0  # how often the data were gone through
         self._chunk: Chunk | None = None
 
     def __iter__(self) -> Iterator[Chunk]:
         """Yield all training points in order, in chunks; all in one if their features are kept."""
+        self.passes += 1
         if self.kept:
-            self._chunk = self._chunk or Chunk(self.data, self.lin, 0, kept=True)
+            ours = self.ranks.part(len(self.data))
+            self._chunk = self._chunk or Chunk(self.data[ours], self.lin, 0, ours.start, kept=True)
             yield self._chunk
             return
-        first = 0
-        for batch in self.source:
-            data = batch if isinstance(batch, Data) else checked(batch[0], batch[1], self.lin, self.likelihood)
+        position = 0
+        for first, data in self._batches():
             self.lin.learn(data.x)
             step = max(1, self.memory_budget // (4 * self._bytes_each))
             for start in range(0, len(data), step):
-                yield Chunk(data[start : start + step], self.lin, first + start, kept=False)
-            first += len(data)
-        if first == 0:
+                yield Chunk(data[start : start + step], self.lin, position + start, first + start, kept=False)
+            position += len(data)
+
+    def _batches(self) -> Iterator[tuple[int, Data]]:
+        """Yield our batches, each with the number of points before it; of a loader every W-th batch."""
+        if isinstance(self.source, Data):
+            ours = self.ranks.part(len(self.source))
+            yield ours.start, self.source[ours]
+            return
+        first, empty = 0, True
+        for i, (x, y) in enumerate(self.source):
+            empty = False
+            if i % self.ranks.world == self.ranks.rank:
+                yield first, checked(x, y, self.lin, self.likelihood)
+            first += len(y)
+        if empty:
             raise ValueError("data is an empty loader: at least one batch is expected")
+
+    def summed(self, part: Tensor) -> Tensor:
+        """Return the sum over the processes that share the data."""
+        return self.ranks.summed(part)
 
     @property
     def kept(self) -> bool:
@@ -125,11 +153,11 @@ class LinearModel:
         return self.source
 
     def f(self) -> Tensor:  # (N, C)
-        """Return the network's outputs at all points."""
+        """Return the network's outputs at all of our points."""
         return torch.cat([chunk.f for chunk in self])
 
     def push(self, v: Tensor) -> Tensor:  # (S, P) -> (S, N, C)
-        """Return J v at all points."""
+        """Return J v at all of our points."""
         return torch.cat([chunk.push(v) for chunk in self], dim=1)
 
     def pull(self, u: Tensor) -> Tensor:  # (S, N, C) -> (S, P)
@@ -137,7 +165,7 @@ class LinearModel:
         total = u.new_zeros(u.shape[0], self.lin.num_params)
         for chunk in self:
             total += chunk.pull(u[:, chunk.points])
-        return total
+        return self.summed(total)
 
     def converted(self, fn: Callable[[Tensor], Tensor]) -> "LinearModel":
         """Return the model in another dtype or on another device; a loader stays what it is."""
@@ -146,11 +174,18 @@ class LinearModel:
         if isinstance(source, Data):
             weights = None if source.weights is None else fn(source.weights)
             source = Data(map_leaves(fn, source.x), fn(source.y), weights)
-        return LinearModel(lin, source, self.likelihood, self.memory_budget)
+        return LinearModel(lin, source, self.likelihood, self.memory_budget, self.ranks)
 
     def with_source(self, source: Source) -> "LinearModel":
-        """Return the same model on other data."""
+        """Return the same model on other data, all of them."""
         return LinearModel(self.lin, source, self.likelihood, self.memory_budget)
+
+    def shared(self) -> "LinearModel":
+        """Return the same model with its data shared among the processes that ``torchrun`` started."""
+        ranks = Ranks.here()
+        if ranks == self.ranks:
+            return self
+        return LinearModel(self.lin, self.source, self.likelihood, self.memory_budget, ranks)
 
 
 def split(lin: Linearization, v: Tensor) -> dict[str, Tensor]:  # (S, P) -> {name: (S, p)}

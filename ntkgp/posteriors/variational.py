@@ -58,7 +58,7 @@ def _iterated(start: P, max_steps: int, tolerance: float, num_samples: int, seed
     current = start._at(delta, prior, likelihood, sites)
     while steps < max_steps and not converged:
         residuals, curvatures = _expectations(current, delta, num_samples, seed)
-        gradient = current._gradient(delta, lambda chunk, _: residuals[chunk.points])  # noqa: B023
+        gradient = current._gradient(delta, lambda chunk: residuals[chunk.points])  # noqa: B023
         norm = prior.whiten(gradient).norm().item()
         old = sites.values @ sites.values.mT
         change = ((curvatures - old).norm() / curvatures.norm().clamp(min=1e-300)).item()
@@ -82,7 +82,7 @@ def _mean_step(posterior: "Posterior", g: Tensor) -> Tensor:  # (P,)
     if isinstance(posterior, FunctionSpacePosterior | FullPosterior):
         return posterior._covariance_times(g.unsqueeze(0))[0]
     assert isinstance(posterior, WeightSpacePosterior)
-    return posterior._solve(g, [posterior._site_root(chunk) for chunk in posterior.model])
+    return posterior._solve(g.unsqueeze(0), posterior._site_root, torch.finfo(g.dtype).eps ** 0.5).x[0]
 
 
 def _expectations(posterior: "Posterior", delta: Tensor, num_samples: int, seed: int) -> tuple[Tensor, Tensor]:

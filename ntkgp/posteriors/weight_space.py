@@ -11,15 +11,13 @@ from ntkgp.likelihoods import SiteBlocks
 from ntkgp.linearization import Features
 from ntkgp.operators import gram, point_blocks
 from ntkgp.posteriors.base import Posterior
-from ntkgp.posteriors.mode import Mode, weight_space_mode
+from ntkgp.posteriors.mode import Mode, WeightSpaceProblem, weight_space_mode
 from ntkgp.posteriors.model import Chunk
 from ntkgp.priors import Covariance
 from ntkgp.priors.covariance import rows_times
-from ntkgp.solvers import conjugate_gradients
+from ntkgp.solvers import Solution, conjugate_gradients
 
 __all__ = ["BlockPosterior", "WeightSpacePosterior"]
-
-_MAX_CG = 200  # iterations for a Newton step
 
 
 class WeightSpacePosterior(Posterior):
@@ -78,25 +76,46 @@ class WeightSpacePosterior(Posterior):
 
     # The mode
 
+    _newton_tolerance: float | None = None  # of the linear system of a Newton step; by default half of the digits
+    _mode_tolerance: float | None = None  # of the mode; by default to rounding
+
     def _find_mode(self, start: Tensor) -> Mode:
-        return weight_space_mode(self._log_joint, self._gradient, self._newton_step, self.prior.whiten, start)
+        problem = WeightSpaceProblem(
+            self._log_prob_at,
+            self._quadratic,
+            self._gradient_at,
+            self._newton_step,
+            lambda v: self.model.push(v.unsqueeze(0))[0],
+            self.prior.whiten,
+        )
+        return weight_space_mode(problem, start, self.model.f(), self._mode_tolerance)
 
-    def _newton_step(self, delta: Tensor, g: Tensor) -> Tensor:  # H(δ)⁻¹ g, (P,)
-        """Solve by conjugate gradients; this posterior's own covariance is the preconditioner."""
-        at = self._at(delta)
-        roots = [at._site_root(chunk) for chunk in self.model]
-        return self._solve(g, roots)
+    def _newton_step(self, delta: Tensor, f: Tensor, g: Tensor) -> Tensor:  # H⁻¹ g, (P,)
+        """Solve by conjugate gradients, with Λ at latent values f."""
+        tolerance = self._newton_tolerance or torch.finfo(g.dtype).eps ** 0.5  # the next step corrects what is left
+        return self._solve(g.unsqueeze(0), lambda chunk: self._expand(chunk, f[chunk.points]).R, tolerance).x[0]
 
-    def _solve(self, g: Tensor, roots: list[SiteBlocks]) -> Tensor:  # (Jᵀ R Rᵀ J + S₀⁻¹)⁻¹ g, (P,)
-
+    def _solve(
+        self, b: Tensor, root: Callable[[Chunk], SiteBlocks], tolerance: float, start: Tensor | None = None
+    ) -> Solution:  # (Jᵀ R Rᵀ J + S₀⁻¹)⁻¹ b, (S, P)
         def hessian(v: Tensor) -> Tensor:  # (S, P)
-            out = self.prior.precision_times(v)
-            for chunk, R in zip(self.model, roots, strict=True):
-                out = out + chunk.pull(R.apply(R.mT.apply(chunk.push(v))))
-            return out
+            return self.prior.precision_times(v) + self._ggn_times(v, root)
 
-        tolerance = torch.finfo(g.dtype).eps ** 0.5  # Newton's next step corrects what is left
-        return conjugate_gradients(hessian, g.unsqueeze(0), self._covariance_times, tolerance, _MAX_CG).x[0]
+        return conjugate_gradients(hessian, b, self._precondition, tolerance, self._max_cg, start)
+
+    def _ggn_times(self, v: Tensor, root: Callable[[Chunk], SiteBlocks]) -> Tensor:  # Jᵀ R Rᵀ J v, (S, P)
+        """Make a pass over the data."""
+        out = torch.zeros_like(v)
+        for chunk in self.model:
+            R = root(chunk)
+            out += chunk.pull(R.apply(R.mT.apply(chunk.push(v))))
+        return self.model.summed(out)
+
+    _max_cg = 200  # iterations
+
+    def _precondition(self, v: Tensor) -> Tensor:  # (S, P)
+        """Return M⁻¹ v for some M like the Hessian: this posterior's own covariance."""
+        return self._covariance_times(v)
 
 
 class BlockPosterior(WeightSpacePosterior):

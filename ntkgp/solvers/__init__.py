@@ -2,5 +2,6 @@
 
 from ntkgp.solvers.cg import Product, Solution, conjugate_gradients
 from ntkgp.solvers.nystrom import Nystrom
+from ntkgp.solvers.ranks import ALONE, Ranks
 
-__all__ = ["Nystrom", "Product", "Solution", "conjugate_gradients"]
+__all__ = ["ALONE", "Nystrom", "Product", "Ranks", "Solution", "conjugate_gradients"]

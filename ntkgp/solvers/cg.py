@@ -17,7 +17,7 @@ class Solution:
     """x with A x ≈ b, and how close it is."""
 
     x: Tensor  # (S, n)
-    residuals: Tensor  # (S,), ‖b − A x‖ / ‖b‖ as the recursion has it
+    residuals: Tensor  # (S,), ‖b − A x‖ / ‖b‖ in the norm of M⁻¹, as the recursion has it
     iterations: int
     products: int  # vectors that A was multiplied with
 
@@ -38,6 +38,9 @@ def conjugate_gradients(
 ) -> Solution:  # (S, n)
     """Solve A x = b for symmetric positive definite A, each row by itself; a row that has converged stays.
 
+    Residuals are measured in the norm of M⁻¹: with M like A that is the error of x in the norm of A, which is what
+    falls from one iteration to the next.
+
     Args:
         A: v -> A v.
         b: right-hand sides, one a row.
@@ -52,10 +55,10 @@ def conjugate_gradients(
         x, r, products = torch.zeros_like(b), b.clone(), 0
     else:
         x, r, products = start.clone(), b - A(start), S
-    scale = b.norm(dim=1).clamp(min=torch.finfo(b.dtype).tiny)
     z = precondition(r)
     p, rho = z, (r * z).sum(1)
-    active, iterations = r.norm(dim=1) > tolerance * scale, 0
+    scale = (rho if start is None else (b * precondition(b)).sum(1)).clamp(min=torch.finfo(b.dtype).tiny)
+    active, iterations = rho > tolerance**2 * scale, 0
     while active.any() and iterations < max_iterations and time.monotonic() - began < seconds:
         Ap = A(p)
         step = torch.where(active, rho / (p * Ap).sum(1), 0).unsqueeze(1)
@@ -63,6 +66,6 @@ def conjugate_gradients(
         z = precondition(r)
         rho, before = (r * z).sum(1), rho
         p = z + torch.where(active, rho / before, 0).unsqueeze(1) * p
-        active &= r.norm(dim=1) > tolerance * scale
+        active &= rho > tolerance**2 * scale
         iterations, products = iterations + 1, products + S
-    return Solution(x, r.norm(dim=1) / scale, iterations, products)
+    return Solution(x, (rho / scale).clamp(min=0).sqrt(), iterations, products)
