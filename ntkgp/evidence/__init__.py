@@ -1,6 +1,7 @@
 """Objectives over hyperparameters, and their optimisers."""
 
 from ntkgp.evidence.ascent import Step, maximise
+from ntkgp.evidence.lanczos import Estimate, log_det_estimate
 from ntkgp.evidence.mackay import derivative_in_logarithm, precision_step
 
-__all__ = ["Step", "derivative_in_logarithm", "maximise", "precision_step"]
+__all__ = ["Estimate", "Step", "derivative_in_logarithm", "log_det_estimate", "maximise", "precision_step"]

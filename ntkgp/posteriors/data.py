@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, RandomSampler, default_collate
 
 from ntkgp.likelihoods import Likelihood
 from ntkgp.linearization import Linearization
@@ -53,10 +53,23 @@ def as_source(data: Any, lin: Linearization, likelihood: Likelihood, weights: Te
     if isinstance(data, DataLoader):
         if weights is not None:
             raise ValueError("weights need data in memory, but data is a DataLoader: pass (X, y) or a Dataset")
-        return data
+        return _in_order(data)
     if isinstance(data, Dataset):
         data = default_collate([data[i] for i in range(len(data))])  # type: ignore[arg-type]
     return checked(data[0], data[1], lin, likelihood, weights)
+
+
+def _in_order(loader: DataLoader) -> DataLoader:
+    """Return a loader that does not shuffle: what is known of the points is kept from one pass to the next."""
+    if not isinstance(loader.sampler, RandomSampler) or loader.batch_size is None:
+        return loader
+    return DataLoader(
+        loader.dataset,
+        loader.batch_size,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+    )
 
 
 def checked(x: Input, y: Tensor, lin: Linearization, likelihood: Likelihood, weights: Tensor | None = None) -> Data:
@@ -75,6 +88,41 @@ def checked(x: Input, y: Tensor, lin: Linearization, likelihood: Likelihood, wei
     if not torch.isfinite(weights.double()).all() or bool((weights < 0).any()):
         raise ValueError("weights must be finite and not negative")
     return Data(x, y, weights.to(device=lin.device, dtype=lin.dtype))
+
+
+def draw(source: Source, lin: Linearization, likelihood: Likelihood, M: int, seed: int) -> tuple[Data, int]:
+    """Return M points drawn uniformly without replacement, and how many there are; a loader is read once."""
+    generator = torch.Generator().manual_seed(seed)
+    if isinstance(source, Data):
+        index = torch.randperm(len(source), generator=generator)[:M]
+        return source[index.to(source.y.device)], len(source)
+    kept: Data | None = None
+    keys, N = torch.zeros(0, dtype=torch.float64), 0
+    for x, y in source:
+        data = checked(x, y, lin, likelihood)
+        keys = torch.cat([keys, torch.rand(len(data), generator=generator, dtype=torch.float64)])
+        kept, N = data if kept is None else joined(kept, data), N + len(data)
+        index = keys.argsort()[:M]  # the points with the smallest keys
+        keys, kept = keys[index], kept[index.to(kept.y.device)]
+    if kept is None:
+        raise ValueError("data is an empty loader: at least one batch is expected")
+    return kept, N
+
+
+def joined(old: Data, new: Data) -> Data:
+    """Return both, one after the other."""
+    x = rebuild(old.x, *(torch.cat(pair) for pair in zip(leaves(old.x), leaves(new.x), strict=True)))
+    weights = None
+    if old.weights is not None or new.weights is not None:
+        weights = torch.cat([_weights_of(old), _weights_of(new)])
+    return Data(x, torch.cat([old.y, new.y]), weights)
+
+
+def _weights_of(data: Data) -> Tensor:
+    if data.weights is not None:
+        return data.weights
+    like = data.y if data.y.is_floating_point() else torch.zeros((), device=data.y.device)
+    return like.new_ones(len(data))
 
 
 def gather(source: Iterable, lin: Linearization, likelihood: Likelihood) -> Data:

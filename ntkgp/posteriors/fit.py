@@ -18,6 +18,7 @@ from ntkgp.posteriors.function_space import FunctionSpacePosterior
 from ntkgp.posteriors.kronecker import KroneckerPosterior
 from ntkgp.posteriors.low_rank import LowRankPosterior
 from ntkgp.posteriors.model import LinearModel
+from ntkgp.posteriors.sampled import SampledPosterior
 from ntkgp.posteriors.subnetworks import LargestVariance, Subnetwork
 from ntkgp.posteriors.subsets import Random, Selector
 from ntkgp.priors import Diagonal, Grouped, Isotropic, Prior
@@ -29,6 +30,7 @@ STRUCTURES: dict[str, type[Posterior]] = {
     "kron": KroneckerPosterior,
     "diag": DiagonalPosterior,
     "low_rank": LowRankPosterior,
+    "sampled": SampledPosterior,
 }
 METHODS = ("auto", "function", *STRUCTURES, "last_layer", "subnetwork")
 PRIORS = {

@@ -9,12 +9,12 @@ from torch.linalg import solve_triangular
 
 from ntkgp.likelihoods import SiteBlocks
 from ntkgp.linearization import Features
-from ntkgp.linearization.inputs import Input, leaves, rebuild
+from ntkgp.linearization.inputs import Input
 from ntkgp.linearization.memory import empty
 from ntkgp.operators import gram, point_blocks
 from ntkgp.posteriors.base import Posterior
 from ntkgp.posteriors.capacitance import capacitance, log_det, pairwise_gram
-from ntkgp.posteriors.data import Data, checked
+from ntkgp.posteriors.data import checked, joined
 from ntkgp.posteriors.mode import Mode, function_space_mode
 from ntkgp.priors import Covariance, LinearPrior
 
@@ -105,8 +105,11 @@ class FunctionSpacePosterior(Posterior):
 
     def _factorise(self) -> tuple[Tensor, SiteBlocks]:
         with torch.no_grad():
-            B = pairwise_gram(self._weighted, self.prior.covariances())
-            B.diagonal().add_(1)
+            if self._atoms is None:
+                B = pairwise_gram(self._weighted, self.prior.covariances())
+                B.diagonal().add_(1)
+            else:
+                B = capacitance(self._gram(), self._site_roots())
             # Column-major and in place: a symmetric matrix is its own transpose.
             L, info = torch.linalg.cholesky_ex(B.mT, out=(B.mT, torch.empty((), dtype=torch.int32, device=B.device)))
             if info.item():
@@ -172,7 +175,7 @@ class FunctionSpacePosterior(Posterior):
         if self.shift is not None or self.sites is not None:
             raise ValueError("a refined posterior cannot be updated: update the one that fit returned, then refine it")
         old, new = self.model.data, checked(x, y, self.lin, self.likelihood, weights)
-        both = type(self)(self.model.with_source(_joined(old, new)), self.prior, self.likelihood)
+        both = type(self)(self.model.with_source(joined(old, new)), self.prior, self.likelihood)
         with torch.no_grad():
             L, R = self._factor()
             R2 = self.likelihood.expand(new.y, self.lin(new.x), new.weights).R
@@ -187,18 +190,3 @@ class FunctionSpacePosterior(Posterior):
             grown[len(L) :, len(L) :] = torch.linalg.cholesky(B)
             both._current("factor", lambda: (grown, SiteBlocks(torch.cat([R.values, R2.values]))))
         return both
-
-
-def _joined(old: Data, new: Data) -> Data:
-    x = rebuild(old.x, *(torch.cat(pair) for pair in zip(leaves(old.x), leaves(new.x), strict=True)))
-    weights = None
-    if old.weights is not None or new.weights is not None:
-        weights = torch.cat([_weights_of(old), _weights_of(new)])
-    return Data(x, torch.cat([old.y, new.y]), weights)
-
-
-def _weights_of(data: Data) -> Tensor:
-    if data.weights is not None:
-        return data.weights
-    like = data.y if data.y.is_floating_point() else torch.zeros((), device=data.y.device)
-    return like.new_ones(len(data))

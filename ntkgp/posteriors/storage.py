@@ -25,15 +25,19 @@ from ntkgp.posteriors.function_space import FunctionSpacePosterior
 from ntkgp.posteriors.kronecker import KroneckerPosterior
 from ntkgp.posteriors.low_rank import LowRankPosterior
 from ntkgp.posteriors.model import LinearModel
+from ntkgp.posteriors.sampled import SampledPosterior
 from ntkgp.posteriors.weight_space import WeightSpacePosterior
 from ntkgp.priors import Grouped, Prior
 
 __all__ = ["load", "save"]
 
 FORMAT, VERSION = "ntkgp posterior", 1
-_POSTERIORS = {
+_POSTERIORS: dict[str, type[Posterior]] = {
     kind.method: kind
-    for kind in (FunctionSpacePosterior, FullPosterior, KroneckerPosterior, DiagonalPosterior, LowRankPosterior)
+    for kind in (
+        *(FunctionSpacePosterior, FullPosterior, KroneckerPosterior, DiagonalPosterior),
+        *(LowRankPosterior, SampledPosterior),
+    )
 }
 _PRIORS = ("Isotropic", "Grouped", "Diagonal", "Kronecker", "ConvFilterGP")
 

@@ -16,7 +16,7 @@ from ntkgp.posteriors.data import as_source, gather
 if TYPE_CHECKING:
     from ntkgp.posteriors.base import Posterior
 
-__all__ = ["tune"]
+__all__ = ["hidden", "targets", "tune"]
 
 P = TypeVar("P", bound="Posterior")
 _FAR = 1.0  # nats a target
@@ -85,7 +85,7 @@ def _by_evidence(
         raise ValueError("there is nothing to tune: no hyperparameter of prior and likelihood requires gradients")
     tolerance = 1e-6 if hyperparameters[0].dtype == torch.float64 else 1e-4
     climb = _climb if method == "gradient" else _iterate
-    with tqdm(desc="tune", disable=_hidden(progress)) as bar:
+    with tqdm(desc="tune", disable=hidden(progress)) as bar:
         if curvature_at == "map":
             for found in climb(Objective(posterior, at, posterior), hyperparameters, steps, tolerance):
                 _log(posterior, found, bar)
@@ -154,7 +154,7 @@ def _iterate(
             new.append((prior, "precision", precision_step(prior.precision.detach(), gamma, q)))
             found["effective_parameters"] = gamma.tolist()
         if id(_raw_noise(likelihood)) in learnt:
-            n = _targets(posterior)
+            n = targets(posterior)
             n = n.sum() if likelihood.noise.numel() == 1 else n
             rho = n + 2 * derivative_in_logarithm(log_joint, likelihood, "noise")  # ‖y − f‖² / σ²
             left = n + derivative_in_logarithm(log_det, likelihood, "noise")  # n − γ
@@ -171,7 +171,7 @@ def _raw_noise(likelihood: Likelihood) -> nn.Parameter | None:
     return likelihood.raw_noise if isinstance(likelihood, Gaussian) else None
 
 
-def _targets(posterior: "Posterior") -> Tensor:  # (C,)
+def targets(posterior: "Posterior") -> Tensor:  # (C,)
     """Return how many targets each output has, weights counted."""
     total = torch.zeros(posterior.lin.num_outputs, dtype=posterior.lin.dtype, device=posterior.lin.device)
     for chunk in posterior.model:
@@ -217,7 +217,7 @@ def _on_validation(posterior: "Posterior", validation: Any, grid: Tensor | None,
     grid = torch.logspace(-4, 4, 17) if grid is None else torch.as_tensor(grid)
     start = prior.precision.detach().clone()
     scores = []
-    for factor in tqdm(grid.tolist(), desc="tune", disable=_hidden(progress)):
+    for factor in tqdm(grid.tolist(), desc="tune", disable=hidden(progress)):
         prior.precision = start * factor
         scores.append(posterior.predict(data.x).log_prob(data.y).mean().item())
         posterior.history.append({"validation_log_prob": scores[-1]} | _settings(posterior))
@@ -237,6 +237,6 @@ def _settings(posterior: "Posterior") -> dict[str, Any]:
     return found
 
 
-def _hidden(progress: bool | None) -> bool | None:
+def hidden(progress: bool | None) -> bool | None:
     """Translate for tqdm, whose None means: in a terminal only."""
     return None if progress is None else not progress

@@ -61,6 +61,15 @@ class Prior(gpytorch.Module):
         """Return L z: of standard normal z, draws from N(0, S₀)."""
         return rows_times(z, {name: cov.root().mT for name, cov in self.covariances().items()}, self.layout)
 
+    @property
+    def precision_index(self) -> Tensor:  # (P,)
+        """Which of the precisions belongs to each parameter.
+
+        Raises:
+            ValueError: if this prior has no precisions.
+        """
+        raise ValueError(f"{type(self).__name__} has no precisions")
+
     def _positive(
         self,
         name: str,

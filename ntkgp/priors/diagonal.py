@@ -1,6 +1,7 @@
 """A precision for every single parameter."""
 
 import gpytorch
+import torch
 from gpytorch.constraints import Interval
 from torch import Tensor
 
@@ -50,6 +51,11 @@ class Diagonal(Prior):
     @precision.setter
     def precision(self, value: float | Tensor) -> None:
         self._set_positive("precision", value)
+
+    @property
+    def precision_index(self) -> Tensor:  # (P,)
+        """Every parameter has its own."""
+        return torch.arange(self.layout.num_params, device=self.mean.device)
 
     def covariances(self) -> dict[str, Covariance]:
         """Return the variances, parameter by parameter."""

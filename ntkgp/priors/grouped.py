@@ -58,6 +58,13 @@ class Grouped(LinearPrior):
         self._set_positive("precision", self._by_group(value))
 
     @property
+    def precision_index(self) -> Tensor:  # (P,)
+        """The group of each parameter."""
+        group = {name: g for g, names in enumerate(self.groups.values()) for name in names}
+        sizes = torch.tensor(self.layout.sizes)
+        return torch.tensor([group[name] for name in self.layout.names]).repeat_interleave(sizes).to(self.mean.device)
+
+    @property
     def batch_shape(self) -> torch.Size:
         """Shape of the batch of priors that this is."""
         return self.raw_precision.shape[:-1]

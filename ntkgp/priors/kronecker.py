@@ -51,6 +51,12 @@ class Kronecker(Prior):
                     self.roots[_key(name, side)] = nn.Parameter(root)
 
     @property
+    def precision_index(self) -> Tensor:  # (P,)
+        """The parameter tensor of each parameter."""
+        sizes = torch.tensor(self.layout.sizes)
+        return torch.arange(len(sizes)).repeat_interleave(sizes).to(self.mean.device)
+
+    @property
     def precision(self) -> Tensor:  # (number of parameter tensors,)
         """α, the precision of each parameter tensor."""
         return self._get_positive("precision")

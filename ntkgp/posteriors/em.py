@@ -1,0 +1,175 @@
+"""Sample-based expectation maximisation: hyperparameters of models too large to factorise."""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from ntkgp.evidence import derivative_in_logarithm, precision_step
+from ntkgp.likelihoods import Gaussian
+from ntkgp.posteriors.tuning import hidden, targets
+
+if TYPE_CHECKING:
+    from ntkgp.posteriors.sampled import SampledPosterior
+
+__all__ = ["maximise_expectation"]
+
+
+def maximise_expectation(
+    posterior: "SampledPosterior",
+    at: str = "linear_mode",
+    steps: int = 10,
+    tolerance: float = 1e-2,
+    checkpoint: str | Path | None = None,
+    progress: bool | None = None,
+) -> "SampledPosterior":
+    r"""Alternate between θ_⋆ with S samples (E) and MacKay's step with their estimate of γ (M).
+
+    α_g ← α_g γ̂_g / q_g and, for Gaussian noise, σ² ← ‖y − f‖² / (n − γ̂) (Antorán et al. 2023). The noise of the samples
+    is kept, so that steps do not jitter, and every solve starts at the last one. Each step is a line of
+    ``posterior.history`` with γ̂, its standard error, residuals and iterations.
+
+    Args:
+        posterior: whose prior and likelihood to tune, in place.
+        at: which mode is compared with the prior, "linear_mode" or "map".
+        steps: at most so many.
+        tolerance: stop when no logarithm of a hyperparameter moves by more.
+        checkpoint: a file that holds the state after every step; if it is there already, the run goes on from it.
+        progress: whether to show a bar; by default in a terminal.
+
+    Raises:
+        ValueError: if a hyperparameter is not a precision or Gaussian noise, or the checkpoint belongs to another run.
+    """
+    _check(posterior, at)
+    state = State(0, [])
+    if checkpoint is not None and Path(checkpoint).exists():
+        state = _resume(posterior, Path(checkpoint))
+    before = [(p, p.detach().clone()) for p in posterior.parameters()]
+    try:
+        with tqdm(total=steps, initial=state.step, desc="EM", disable=hidden(progress)) as bar:
+            while state.step < steps and not state.finished:
+                found = _step(posterior, at)
+                state = State(state.step + 1, [*state.history, found], found["moved"] <= tolerance)
+                if checkpoint is not None and posterior.model.ranks.rank == 0:
+                    _save(posterior, state, Path(checkpoint))
+                gamma = ", ".join(f"{g:.4g}" for g in found["effective_parameters"][:4])
+                bar.set_postfix_str(f"γ {gamma}, residual {found['residual']:.1e}")
+                bar.update()
+    except BaseException:
+        with torch.no_grad():
+            for parameter, value in before:
+                parameter.copy_(value)
+        raise
+    posterior.history += state.history
+    return posterior
+
+
+@dataclass(frozen=True)
+class State:
+    """How far a run has come; hyperparameters, mode and samples are the posterior's."""
+
+    step: int
+    history: list[dict[str, Any]]
+    finished: bool = False
+
+
+def _step(posterior: "SampledPosterior", at: str) -> dict[str, Any]:
+    prior, likelihood = posterior.prior, posterior.likelihood
+    delta = torch.zeros_like(posterior.lin.theta) if at == "map" else posterior.linear_mode().delta
+    by_sample = posterior.effective_parameters_by_sample().detach()
+    gamma, S = by_sample.mean(0), len(by_sample)
+    with torch.no_grad():
+        distance = posterior.lin.theta + delta - prior.mean
+        q = torch.zeros_like(gamma).index_add_(0, prior.precision_index, distance * prior.precision_times(distance))
+    precision = prior.precision.detach()
+    new = precision_step(precision, gamma, q) if prior.raw_precision.requires_grad else precision
+    moved = (new / precision).log().abs().max().item()
+    solution, certificate = posterior.solution, posterior.linear_mode().certificate if at != "map" else None
+    found: dict[str, Any] = {
+        "precision": precision.tolist(),
+        "effective_parameters": gamma.tolist(),
+        "standard_error": (by_sample.std(0) / S**0.5).tolist() if S > 1 else None,
+        "residual": float("nan") if solution is None else solution.residual,
+        "iterations": 0 if solution is None else solution.iterations,
+        "newton_steps": 0 if certificate is None else certificate.steps,
+        "passes": posterior.model.passes,
+    }
+    if isinstance(likelihood, Gaussian) and likelihood.raw_noise.requires_grad:
+        noise = likelihood.noise.detach()
+        n = targets(posterior).sum()
+        with torch.enable_grad():
+            slope = derivative_in_logarithm(posterior._log_likelihood(delta), likelihood, "noise")
+        # ∂ log p / ∂ log σ² = ½(‖y − f‖²/σ² − n)
+        better = noise * (2 * slope + n) / (n - gamma.sum())
+        found["noise"] = noise.tolist()
+        moved = max(moved, (better / noise).log().abs().max().item())
+        likelihood.noise = better
+    prior.precision = new
+    return found | {"moved": moved}
+
+
+def _check(posterior: "SampledPosterior", at: str) -> None:
+    if at not in ("linear_mode", "map"):
+        raise ValueError(f'at must be "linear_mode" or "map", but is {at!r}')
+    learnt = {id(p): name for name, p in posterior.named_parameters() if p.requires_grad}
+    if not learnt:
+        raise ValueError("there is nothing to tune: no hyperparameter of prior and likelihood requires gradients")
+    likelihood = posterior.likelihood
+    known = {id(getattr(posterior.prior, "raw_precision", None))}
+    if isinstance(likelihood, Gaussian) and likelihood.raw_noise.numel() == 1:
+        known.add(id(likelihood.raw_noise))
+    unknown = [name for key, name in learnt.items() if key not in known]
+    if unknown or any(posterior.named_priors()):
+        raise ValueError(
+            f"sample-based EM tunes precisions and one Gaussian noise without hyperpriors, not {unknown or 'these'}: "
+            "fix the others with requires_grad_(False)"
+        )
+
+
+# The state on disk
+
+
+def _identity(posterior: "SampledPosterior") -> dict[str, str]:
+    return {
+        "fingerprint": posterior.lin.fingerprint(),
+        "num_samples": str(posterior.num_samples),
+        "seed": str(posterior.seed),
+    }
+
+
+def _save(posterior: "SampledPosterior", state: State, path: Path) -> None:
+    tensors = {f"parameter.{name}": p.detach().contiguous() for name, p in posterior.named_parameters()}
+    for name, value in (("mode", posterior._last_mode), ("samples", posterior._last)):
+        if value is not None:
+            tensors[name] = value.contiguous()
+    told = {"step": str(state.step), "finished": str(int(state.finished)), "history": json.dumps(state.history)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(path.name + ".part")
+    save_file(tensors, aside, metadata=_identity(posterior) | told)
+    os.replace(aside, path)
+
+
+def _resume(posterior: "SampledPosterior", path: Path) -> State:
+    try:
+        with safe_open(path, "pt") as file:
+            told = file.metadata()
+            tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"checkpoint {path} is not one, or was cut short: {error}") from error
+    for key, value in _identity(posterior).items():
+        if told is None or told.get(key) != value:
+            raise ValueError(f"checkpoint {path} belongs to another run: its {key} is {(told or {}).get(key)}")
+    with torch.no_grad():
+        for name, parameter in posterior.named_parameters():
+            parameter.copy_(tensors[f"parameter.{name}"])
+    like = posterior.lin.theta
+    posterior._last_mode = tensors["mode"].to(like) if "mode" in tensors else None
+    posterior._last = tensors["samples"].to(like) if "samples" in tensors else None
+    return State(int(told["step"]), json.loads(told["history"]), told["finished"] == "1")

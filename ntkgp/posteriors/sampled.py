@@ -1,0 +1,263 @@
+"""Samples of the exact posterior for models too large to factorise, from linear systems alone."""
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from ntkgp.evidence import Estimate, log_det_estimate
+from ntkgp.likelihoods import SiteBlocks
+from ntkgp.linearization import Features
+from ntkgp.linearization.inputs import Input
+from ntkgp.posteriors.data import Data, draw
+from ntkgp.posteriors.function_space import FunctionSpacePosterior
+from ntkgp.posteriors.model import Chunk, split
+from ntkgp.posteriors.weight_space import WeightSpacePosterior
+from ntkgp.solvers import Solution
+
+__all__ = ["SampledPosterior"]
+
+_SUBSET_ROWS = 6000  # rows of B of the subset that preconditions: factorised in a second
+_BLOCK = 256  # points whose noise comes from one seed
+
+
+class SampledPosterior(WeightSpacePosterior):
+    r"""q(θ) by S samples ζ_j of the exact Σ = (Jᵀ Λ J + S₀⁻¹)⁻¹, and covariances by averages over them.
+
+    Sample-then-optimise (Antorán et al. 2023): with θ₀ ~ N(0, S₀) and ε ~ N(0, I) the solution of
+
+    .. math:: (J^\top \Lambda J + S_0^{-1})\, \zeta = S_0^{-1} \theta_0 + J^\top R\, \varepsilon
+
+    has covariance Σ, and equals Matheron's θ₀ − S₀ Jᵀ R B⁻¹(Rᵀ J θ₀ − ε). Solved by conjugate gradients, one pass over
+    the data an iteration for all samples together, preconditioned by the exact posterior of a weighted subset. The
+    noise stays when hyperparameters change, and solutions are where the next ones start. Under ``torchrun`` the
+    processes share the data.
+
+    Args:
+        state: as for :class:`Posterior`.
+        num_samples: S.
+        seed: of the noise.
+        tolerance: of the linear systems, relative, in the norm that the preconditioner defines.
+        max_iterations: passes over the data for the samples, at most.
+        preconditioner: how many points precondition the linear systems; by default what is factorised in a second.
+    """
+
+    method = "sampled"
+    _newton_tolerance = 0.1
+
+    def __init__(
+        self,
+        *state: Any,
+        num_samples: int = 16,
+        seed: int = 0,
+        tolerance: float = 1e-2,
+        max_iterations: int = 100,
+        preconditioner: int | None = None,
+    ) -> None:
+        super().__init__(*state)
+        if num_samples < 1:
+            raise ValueError(f"num_samples must be at least 1, but is {num_samples}")
+        if not 0 < tolerance < 1:
+            raise ValueError(f"tolerance must be between 0 and 1, but is {tolerance}")
+        self.num_samples, self.seed, self.tolerance, self.max_iterations = num_samples, seed, tolerance, max_iterations
+        self.preconditioner = preconditioner
+        self.model = self.model.shared()
+        self.solution: Solution | None = None  # of the last samples: residuals and counts
+        self._last: Tensor | None = None  # samples to start from
+        self._f: Tensor | None = None  # (N, C), where Λ is evaluated at our points
+        self._pulled_noise: tuple[list[Tensor], Tensor] | None = None  # with the likelihood's hyperparameters then
+        self._coarse: list[FunctionSpacePosterior] = []  # in a list, as it is no part of this module
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        names = ("num_samples", "seed", "tolerance", "max_iterations", "preconditioner")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def _mode_tolerance(self) -> float:  # type: ignore[override]
+        return self.tolerance
+
+    @property
+    def _max_cg(self) -> int:  # type: ignore[override]
+        return self.max_iterations
+
+    def _at(self, *args: Any, **kwargs: Any) -> Self:
+        moved = super()._at(*args, **kwargs)
+        moved._last = self._last
+        return moved
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._last, self._f, self._pulled_noise, self._coarse = None, None, None, []
+
+    # Samples
+
+    def _prepare(self) -> None:
+        self._statistics()
+
+    def _statistics(self) -> Tensor:  # ζ, (S, P)
+        def make() -> Tensor:
+            if self._kept is not None:  # as they were loaded
+                found, self._kept = self._kept, None
+                return found
+            with torch.no_grad():
+                return self._collect()
+
+        return self._current("samples", make)
+
+    def _collect(self) -> Tensor:  # (S, P)
+        b = self.prior.precision_times(self._prior_draws()) + self._data_draws()
+        self.solution = self._solve(b, self._roots_now(), self.tolerance, self._last)
+        self._last = self.solution.x
+        return self._last
+
+    def _prior_draws(self) -> Tensor:  # θ₀, (S, P)
+        return self.prior.spread(_noise(self.seed, 0, (self.num_samples, self.lin.num_params)).to(self.lin.theta))
+
+    def _data_draws(self) -> Tensor:  # Jᵀ R ε, (S, P)
+        """Pull the noise of the data back to the weights: the same ε whatever the hyperparameters."""
+        now = [p.detach().clone() for p in self.likelihood.parameters()]
+        if self._pulled_noise is None or not all(map(torch.equal, now, self._pulled_noise[0])):
+            root, total = self._roots_now(), torch.zeros_like(self._prior_draws())
+            for chunk in self.model:
+                R = root(chunk)
+                total += chunk.pull(R.apply(self._noise_of(chunk, R.values.shape[-3] * R.values.shape[-1])))
+            self._pulled_noise = now, self.model.summed(total)
+        return self._pulled_noise[1]
+
+    def _noise_of(self, chunk: Chunk, width: int) -> Tensor:  # ε, (S, n, C')
+        """Return the noise of these points, which does not depend on how the data are cut."""
+        n, start = len(chunk.data), chunk.first
+        blocks = range(start // _BLOCK, (start + n - 1) // _BLOCK + 1)
+        drawn = torch.cat([_noise(self.seed, 1 + block, (_BLOCK, self.num_samples, width)) for block in blocks])
+        offset = start % _BLOCK
+        return drawn[offset : offset + n].transpose(0, 1).to(self.lin.theta)
+
+    def _roots_now(self) -> Callable[[Chunk], SiteBlocks]:
+        """Return chunk -> R; where Λ is evaluated is found once, not in every pass."""
+        if self.sites is not None:
+            return self._site_root
+        if self._f is None:
+            with torch.no_grad():
+                self._f = torch.cat([self._moved(chunk, self.shift) for chunk in self.model])
+        f = self._f
+        return lambda chunk: self._expand(chunk, f[chunk.points]).R
+
+    def _centred_weights(self, n: int, generator: torch.Generator | None) -> Tensor:  # (n, P)
+        if n > self.num_samples:
+            raise ValueError(f"there are {self.num_samples} samples, but {n} are wanted: fit with num_samples={n}")
+        zeta = self._statistics()
+        return zeta[torch.randperm(self.num_samples, generator=generator, device=zeta.device)[:n]]
+
+    # The preconditioner
+
+    def _precondition(self, v: Tensor) -> Tensor:  # (S, P)
+        if not self._coarse:
+            self._coarse = [self._subset_posterior()]
+        return self._coarse[0]._covariance_times(v)
+
+    def _subset_posterior(self) -> FunctionSpacePosterior:
+        """Return the exact posterior of M points that stand for all: the same on every rank."""
+        M = self.preconditioner or max(1, _SUBSET_ROWS // self.lin.num_outputs)
+        chosen, N = draw(self.model.source, self.lin, self.likelihood, M, self.seed)
+        weights = torch.full((len(chosen),), N / len(chosen)).to(self.lin.theta)
+        if chosen.weights is not None:
+            weights = chosen.weights * (weights if chosen.weights.ndim == 1 else weights.unsqueeze(-1))
+        model = self.model.with_source(Data(chosen.x, chosen.y, weights))
+        return FunctionSpacePosterior(model, self.prior, self.likelihood, self.shift)
+
+    # q(f)
+
+    def _moves(self, F: Features) -> Tensor:  # J ζ, (n, C, S)
+        return F.jvp(split(self.lin, self._statistics())).movedim(0, -1)
+
+    def _blocks(self, F: Features) -> Tensor:  # (n, C, C)
+        V = self._moves(F)
+        return V @ V.mT / self.num_samples
+
+    def _joint(self, F: Features) -> Tensor:  # (n C, n C)
+        V = self._moves(F).flatten(0, 1)
+        return V @ V.mT / self.num_samples
+
+    def covariance_error(self, x: Input) -> Tensor:  # (N, C, C)
+        """Return the standard errors of the covariances of ``latent(x)``: √((Σ_ii Σ_jj + Σ_ij²) / S)."""
+        Sigma = self.latent(x).covariance_matrix
+        variance = Sigma.diagonal(dim1=-2, dim2=-1)
+        return ((variance.unsqueeze(-1) * variance.unsqueeze(-2) + Sigma.square()) / self.num_samples).sqrt()
+
+    def _covariance_times(self, v: Tensor) -> Tensor:  # (S, P)
+        return self._solve(v, self._roots_now(), self.tolerance).x
+
+    # Evidence
+
+    def effective_parameters(self) -> Tensor:  # (G,)
+        """Return γ by group, an estimate; see :meth:`effective_parameters_by_sample` for its error."""
+        return self.effective_parameters_by_sample().mean(0)
+
+    def effective_parameters_by_sample(self) -> Tensor:  # (S, G)
+        r"""Return S independent estimates of γ: aᵀ (∂S₀/∂log s_g) a with a = S₀⁻¹(θ₀ − ζ).
+
+        θ₀ − ζ has covariance S₀ − Σ, so these have the mean P_g − α_g tr Σ_gg; unlike ‖ζ_g‖² they do not vary where
+        data say nothing. They are the solves u = B⁻¹w of the pathwise estimator of the evidence's gradient: a = Jᵀ R u.
+        """
+        with torch.no_grad():
+            index = self.prior.precision_index
+            shares = self._pathwise() * (self._prior_draws() - self._statistics())  # a ∘ S₀ a
+            return shares.new_zeros(len(shares), int(index.max()) + 1).index_add_(1, index, shares)
+
+    def _pathwise(self) -> Tensor:  # a, (S, P)
+        with torch.no_grad():
+            return self.prior.precision_times(self._prior_draws() - self._statistics())
+
+    def _log_det(self) -> Tensor:  # ()
+        """Estimate log |B| by Lanczos quadrature, its gradient by the samples."""
+        estimate = self.log_det()
+        a = self._pathwise()
+        surrogate = (a * self.prior.covariance_times(a)).sum() / len(a)  # its gradient, at fixed a, is that of log |B|
+        total = estimate.value + surrogate - surrogate.detach()
+        learnt = [p for p in self.likelihood.parameters() if p.requires_grad]
+        if learnt and torch.is_grad_enabled():
+            noise = getattr(self.likelihood, "noise", None)
+            if noise is None or noise.numel() > 1 or len(learnt) > 1:
+                raise ValueError(
+                    'method="sampled" estimates gradients in the prior\'s hyperparameters and one Gaussian noise: fix '
+                    "those of the likelihood with requires_grad_(False)"
+                )
+            log_noise = noise.log().sum()
+            total = total - surrogate.detach() * (log_noise - log_noise.detach())  # ∂ log |B| / ∂ log σ² = −γ
+        return total
+
+    def log_det(self, num_probes: int | None = None, steps: int = 40) -> Estimate:
+        """Estimate log |B|, with its standard error.
+
+        Args:
+            num_probes: random vectors, as many as samples by default.
+            steps: passes over the data.
+        """
+
+        def make() -> Estimate:
+            root = self._roots_now()
+
+            def whitened(z: Tensor) -> Tensor:  # S₀^½ᵀ (Jᵀ Λ J + S₀⁻¹) S₀^½ z
+                return z + self.prior.whiten(self._ggn_times(self.prior.spread(z), root))
+
+            probes = _noise(self.seed, -1, (num_probes or self.num_samples, self.lin.num_params)).to(self.lin.theta)
+            with torch.no_grad():
+                return log_det_estimate(whitened, probes, steps)
+
+        return self._current(f"log det {num_probes} {steps}", make)
+
+    def tune(self, at: str = "linear_mode", validation: Any = None, **options: Any) -> Self:
+        """Maximise the evidence by sample-based EM, see :func:`maximise_expectation`; or a score on validation data."""
+        if validation is not None:
+            return super().tune(at, validation, **options)
+        from ntkgp.posteriors.em import maximise_expectation
+
+        return maximise_expectation(self, at, **options)
+
+
+def _noise(seed: int, stream: int, shape: tuple[int, ...]) -> Tensor:
+    """Draw standard normal numbers in double precision, the same on every machine of one kind; streams differ."""
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + stream) % (1 << 63))
+    return torch.randn(shape, generator=generator, dtype=torch.float64)

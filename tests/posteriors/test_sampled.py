@@ -1,0 +1,194 @@
+"""Samples of the exact posterior, and what is estimated from them, against the posterior itself."""
+
+import pytest
+import torch
+from problems import Problem
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, TensorDataset
+
+import ntkgp
+
+TIGHT = {"rtol": 1e-8, "atol": 1e-10}
+EXACT = {"tolerance": 1e-11, "preconditioner": 3}
+
+
+@pytest.mark.parametrize("likelihood", ["gaussian", "noise by output", "categorical", "poisson"])
+@pytest.mark.parametrize("prior", ["isotropic", "grouped", "diagonal"])
+def test_samples_solve_their_equation(likelihood, prior, float64):
+    problem = Problem("mlp", likelihood, prior)
+    post = problem.fit("sampled", num_samples=3, **EXACT)
+    J, f, _, _ = problem.dense()
+    Lambda = post.likelihood.curvature(post.model.data.y, f)
+    S0 = post.prior.covariance().to_dense()
+    H = torch.einsum("ncp,ncd,ndq->pq", J, Lambda, J) + torch.linalg.inv(S0)
+    b = torch.linalg.solve(S0, post._prior_draws().mT).mT + post._data_draws()
+    zeta = post.sample_weights(3, torch.Generator().manual_seed(0)) - problem.lin.theta
+    found = torch.linalg.solve(H, b.mT).mT
+    assert_close(zeta.sort(0).values, found.sort(0).values, rtol=1e-6, atol=1e-8)
+    assert post.solution.residual <= 1e-11
+
+
+@pytest.mark.parametrize("likelihood", ["gaussian", "categorical"])
+def test_their_noise_has_the_covariance_of_the_gradient(likelihood, float64):
+    problem = Problem("mlp", likelihood)
+    post = problem.fit("sampled", num_samples=4000, **EXACT)
+    J, f, _, _ = problem.dense()
+    Lambda = post.likelihood.curvature(post.model.data.y, f)
+    truth = torch.einsum("ncp,ncd,ndq->pq", J, Lambda, J)
+    d = post._data_draws()
+    errors = ((truth.diagonal()[:, None] * truth.diagonal() + truth**2) / 4000).sqrt()
+    assert ((d.mT @ d / 4000 - truth).abs() <= 5 * errors + 1e-12).all()
+
+
+@pytest.mark.parametrize(("network", "likelihood"), [("mlp", "gaussian"), ("cnn", "categorical"), ("mlp", "poisson")])
+def test_covariances_are_those_of_the_exact_posterior_within_their_error(network, likelihood, float64):
+    problem = Problem(network, likelihood)
+    truth, post = problem.fit("full"), problem.fit("sampled", num_samples=3000, tolerance=1e-8)
+    exact, found = (p.latent(problem.x_new).covariance_matrix for p in (truth, post))
+    assert ((found - exact).abs() <= 5 * post.covariance_error(problem.x_new)).all()
+    joint = post.latent(problem.x_new, joint=True).covariance_matrix
+    exact = truth.latent(problem.x_new, joint=True).covariance_matrix
+    variance = exact.diagonal()
+    assert ((joint - exact).abs() <= 5 * ((variance[:, None] * variance + exact**2) / 3000).sqrt()).all()
+
+
+def test_equal_layers_get_different_draws(float64):
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    x, y = torch.randn(10, 4), torch.randn(10, 2)
+    lin = ntkgp.Linearization(net, example=x)
+    post = ntkgp.fit(lin, (x, y), "gaussian", "sampled", ntkgp.priors.Isotropic(lin), num_samples=500)
+    theta = lin.layout.split(post._prior_draws()[0]), post._prior_draws()
+    assert not torch.isclose(theta[0]["0.weight"], theta[0]["2.weight"]).any()
+    correlation = torch.corrcoef(theta[1].mT) - torch.eye(lin.num_params)
+    assert correlation.abs().max() < 6 / 500**0.5
+
+
+def test_gamma_by_group_is_the_dense_trace_within_its_error_and_unbiased(float64):
+    problem = Problem("mlp", "categorical", "grouped", n=20)
+    truth = problem.fit("full").effective_parameters()
+    by_sample = problem.fit("sampled", num_samples=200, tolerance=1e-9).effective_parameters_by_sample()
+    errors = by_sample.std(0) / 200**0.5
+    assert ((by_sample.mean(0) - truth).abs() <= 3 * errors).all()
+    assert (errors < 0.1 * truth).all()
+
+
+@pytest.mark.parametrize("likelihood", ["gaussian", "categorical"])
+def test_the_evidence_and_its_gradient_are_estimates_of_the_exact_ones(likelihood, float64):
+    problem = Problem("mlp", likelihood, "grouped", n=20)
+    truth, post = problem.fit("full"), problem.fit("sampled", num_samples=200, tolerance=1e-9)
+    exact, found = truth.log_evidence(), post.log_evidence()
+    estimate = post.log_det()
+    assert abs(estimate.value - truth._log_det()) <= 3 * estimate.standard_error
+    assert abs(found - exact) <= 2 * estimate.standard_error
+    gradients = [
+        torch.cat([g.flatten() for g in torch.autograd.grad(v, list(p.parameters()))])
+        for p, v in ((truth, exact), (post, found))
+    ]
+    error = post.effective_parameters_by_sample().sum(1).std() / 200**0.5
+    assert ((gradients[0] - gradients[1]).abs() <= 3 * error).all()
+
+
+GROUPS = {"isotropic": {"all": ["0", "2", "4"]}, "grouped": {"hidden": ["0", "2"], "last": ["4"]}}
+
+
+@pytest.mark.filterwarnings("ignore:the mode of the linear model gains")
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize(("likelihood", "spread"), [("gaussian", 3.0), ("categorical", 6.0)])
+def test_em_settles_where_the_exact_evidence_does(likelihood, spread, groups, float64):
+    problem = Problem("mlp", likelihood, n=60).informed(spread)
+    problem.make_prior = lambda: ntkgp.priors.Grouped(problem.lin, GROUPS[groups])
+    truth = problem.fit("full").tune(method="fixed_point", steps=300)
+    post = problem.fit("sampled", num_samples=4000, tolerance=1e-3).tune(steps=60, tolerance=1e-3)
+    assert_close(post.prior.precision, truth.prior.precision, rtol=0.02, atol=0)
+    if likelihood == "gaussian":
+        assert_close(post.likelihood.noise, truth.likelihood.noise, rtol=0.02, atol=0)
+    last = post.history[-1]
+    assert last["residual"] <= 1e-3
+    assert sum(last["effective_parameters"]) == pytest.approx(truth.effective_parameters().sum().item(), rel=0.02)
+
+
+@pytest.mark.parametrize("data", ["loader", "shuffled loader", "small budget"])
+def test_streams_give_what_memory_gives(data, float64):
+    problem = Problem("cnn", "categorical")
+    options = {"num_samples": 3, "tolerance": 1e-10}
+    memory = problem.fit("sampled", **options)
+    if data == "small budget":
+        post = problem.fit("sampled", memory_budget=1, **options)
+    else:
+        loader = DataLoader(TensorDataset(problem.x, problem.y), batch_size=3, shuffle=data == "shuffled loader")
+        post = ntkgp.fit(
+            problem.lin, loader, problem.make_likelihood(), "sampled", problem.make_prior(), **options, preconditioner=8
+        )
+    assert not post.model.kept
+    assert_close(post.latent(problem.x_new).covariance_matrix, memory.latent(problem.x_new).covariance_matrix, **TIGHT)
+    assert_close(
+        post.refine().latent(problem.x_new).mean, memory.refine().latent(problem.x_new).mean, rtol=1e-4, atol=1e-6
+    )
+
+
+def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(float64, tmp_path, monkeypatch):
+    problem = Problem("mlp", "gaussian", "grouped", n=20)
+    options = {"num_samples": 5, "tolerance": 1e-3, "preconditioner": 4}
+    whole = problem.fit("sampled", **options).tune(steps=6, tolerance=0, checkpoint=tmp_path / "whole")
+    killed = problem.fit("sampled", **options)
+    before = killed.prior.precision.detach().clone()
+    search, calls = type(killed)._find_mode, []
+
+    def die(self, start):
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return search(self, start)
+
+    monkeypatch.setattr(type(killed), "_find_mode", die)
+    with pytest.raises(KeyboardInterrupt):
+        killed.tune(steps=6, tolerance=0, checkpoint=tmp_path / "state")
+    assert_close(killed.prior.precision, before)
+    monkeypatch.undo()
+    resumed = problem.fit("sampled", **options).tune(steps=6, tolerance=0, checkpoint=tmp_path / "state")
+    assert torch.equal(resumed.prior.precision, whole.prior.precision)
+    assert torch.equal(resumed.likelihood.noise, whole.likelihood.noise)
+    assert torch.equal(resumed.latent(problem.x_new).covariance_matrix, whole.latent(problem.x_new).covariance_matrix)
+    assert len(resumed.history) == 6
+
+
+def test_a_checkpoint_of_another_run_is_refused(float64, tmp_path):
+    problem = Problem("mlp", "gaussian", n=10)
+    problem.fit("sampled", num_samples=2).tune(steps=1, checkpoint=tmp_path / "state")
+    with pytest.raises(ValueError, match="belongs to another run: its seed is 0"):
+        problem.fit("sampled", num_samples=2, seed=1).tune(steps=1, checkpoint=tmp_path / "state")
+    (tmp_path / "state").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="is not one, or was cut short"):
+        problem.fit("sampled", num_samples=2).tune(steps=1, checkpoint=tmp_path / "state")
+
+
+def test_samples_are_saved(float64, tmp_path):
+    problem = Problem("mlp", "categorical")
+    post = problem.fit("sampled", num_samples=4)
+    post.save(tmp_path / "post")
+    loaded = ntkgp.load(tmp_path / "post", problem.net)
+    assert torch.equal(loaded.latent(problem.x_new).covariance_matrix, post.latent(problem.x_new).covariance_matrix)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_samples": 0}, "num_samples must be at least 1, but is 0"),
+        ({"tolerance": 2.0}, "tolerance must be between 0 and 1, but is 2.0"),
+    ],
+)
+def test_options_that_cannot_be_are_named(options, message, float64):
+    with pytest.raises(ValueError, match=message):
+        Problem().fit("sampled", **options)
+
+
+def test_what_samples_cannot_do_is_said(float64):
+    problem = Problem("mlp", "noise by output")
+    post = problem.fit("sampled", num_samples=2)
+    with pytest.raises(ValueError, match="there are 2 samples, but 3 are wanted"):
+        post.sample_weights(3)
+    with pytest.raises(ValueError, match=r"tunes precisions and one Gaussian noise.*raw_noise"):
+        post.tune()
+    with pytest.raises(ValueError, match="one Gaussian noise"):
+        post.log_evidence()
