@@ -99,7 +99,6 @@ def _step(posterior: "SampledPosterior", at: str) -> dict[str, Any]:
         "residual": float("nan") if solution is None else solution.residual,
         "iterations": 0 if solution is None else solution.iterations,
         "newton_steps": 0 if certificate is None else certificate.steps,
-        "passes": posterior.model.passes,
     }
     if isinstance(likelihood, Gaussian) and likelihood.raw_noise.requires_grad:
         noise = likelihood.noise.detach()

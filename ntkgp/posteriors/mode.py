@@ -96,7 +96,9 @@ class WeightSpaceProblem:
     whiten: Callable[[Tensor], Tensor]  # g -> S₀^½ᵀ g, for the certificate
 
 
-def weight_space_mode(problem: WeightSpaceProblem, start: Tensor, f: Tensor, tolerance: float | None = None) -> Mode:
+def weight_space_mode(
+    problem: WeightSpaceProblem, start: Tensor, f: Tensor, tolerance: float | None = None, first: Tensor | None = None
+) -> Mode:
     r"""Return δ = θ_⋆ − θ*.
 
     The outputs f + J δ are carried along, so that a step costs one product for the gradient, those that ``newton``
@@ -108,6 +110,7 @@ def weight_space_mode(problem: WeightSpaceProblem, start: Tensor, f: Tensor, tol
         f: what the network returns at the training points.
         tolerance: stop when the error of θ in the norm of H is estimated to be so small beside ‖θ − m₀‖ in that of the
             prior; by default when only rounding is left.
+        first: the direction of the first step, if it is known.
     """
 
     def psi(delta: Tensor, moved: Tensor) -> Tensor:
@@ -117,7 +120,7 @@ def weight_space_mode(problem: WeightSpaceProblem, start: Tensor, f: Tensor, tol
     value, decrement, steps, converged = psi(delta, moved), float("inf"), 0, False
     g = problem.gradient(delta, moved)
     while steps < _MAX_STEPS and not converged:
-        step = problem.newton(delta, moved, g)
+        step = problem.newton(delta, moved, g) if first is None or steps > 0 else first
         along = problem.push(step)
         before, decrement = decrement, (g @ step).item() / 2
         size = _line_search(lambda s: psi(delta + s * step, moved + s * along), value)  # noqa: B023

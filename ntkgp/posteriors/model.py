@@ -86,12 +86,10 @@ class LinearModel:
     ) -> None:
         self.lin, self.source, self.likelihood, self.memory_budget = lin, source, likelihood, memory_budget
         self.ranks = ranks
-        self.passes = 0  # how often the data were gone through
         self._chunk: Chunk | None = None
 
     def __iter__(self) -> Iterator[Chunk]:
         """Yield all training points in order, in chunks; all in one if their features are kept."""
-        self.passes += 1
         if self.kept:
             ours = self.ranks.part(len(self.data))
             self._chunk = self._chunk or Chunk(self.data[ours], self.lin, 0, ours.start, kept=True)

@@ -1,6 +1,7 @@
 """Samples of the exact posterior for models too large to factorise, from linear systems alone."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any, Self
 
 import torch
@@ -64,7 +65,8 @@ class SampledPosterior(WeightSpacePosterior):
         self.preconditioner = preconditioner
         self.model = self.model.shared()
         self.solution: Solution | None = None  # of the last samples: residuals and counts
-        self._last: Tensor | None = None  # samples to start from
+        self._last: Tensor | None = None  # where the next solve starts: samples, and the step to the mode
+        self._step: Tensor | None = None  # from the mean to the mode, to first order
         self._f: Tensor | None = None  # (N, C), where Λ is evaluated at our points
         self._pulled_noise: tuple[list[Tensor], Tensor] | None = None  # with the likelihood's hyperparameters then
         self._coarse: list[FunctionSpacePosterior] = []  # in a list, as it is no part of this module
@@ -89,7 +91,7 @@ class SampledPosterior(WeightSpacePosterior):
 
     def _forget(self) -> None:
         super()._forget()
-        self._last, self._f, self._pulled_noise, self._coarse = None, None, None, []
+        self._last, self._step, self._f, self._pulled_noise, self._coarse = None, None, None, None, []
 
     # Samples
 
@@ -107,22 +109,30 @@ class SampledPosterior(WeightSpacePosterior):
         return self._current("samples", make)
 
     def _collect(self) -> Tensor:  # (S, P)
-        b = self.prior.precision_times(self._prior_draws()) + self._data_draws()
+        """Solve for the samples and, with no further pass over the data, for the Newton step from the mean to θ_⋆."""
+        pulled = self._pulled()
+        delta = torch.zeros_like(self.lin.theta) if self.shift is None else self.shift
+        g = pulled[-1:] - self.prior.precision_times(self.lin.theta + delta - self.prior.mean)
+        b = torch.cat([self.prior.precision_times(self._prior_draws()) + pulled[:-1], g])
         self.solution = self._solve(b, self._roots_now(), self.tolerance, self._last)
         self._last = self.solution.x
-        return self._last
+        self._step = self._last[-1]
+        return self._last[:-1]
 
     def _prior_draws(self) -> Tensor:  # θ₀, (S, P)
         return self.prior.spread(_noise(self.seed, 0, (self.num_samples, self.lin.num_params)).to(self.lin.theta))
 
-    def _data_draws(self) -> Tensor:  # Jᵀ R ε, (S, P)
-        """Pull the noise of the data back to the weights: the same ε whatever the hyperparameters."""
+    def _pulled(self) -> Tensor:  # Jᵀ R ε and Jᵀ r, (S + 1, P)
+        """Pull the noise and the residuals of the data back to the weights: the same ε whatever the hyperparameters."""
         now = [p.detach().clone() for p in self.likelihood.parameters()]
         if self._pulled_noise is None or not all(map(torch.equal, now, self._pulled_noise[0])):
-            root, total = self._roots_now(), torch.zeros_like(self._prior_draws())
+            f = self._f_here()
+            total = torch.zeros(self.num_samples + 1, self.lin.num_params).to(self.lin.theta)
             for chunk in self.model:
-                R = root(chunk)
-                total += chunk.pull(R.apply(self._noise_of(chunk, R.values.shape[-3] * R.values.shape[-1])))
+                E = self._expand(chunk, f[chunk.points])
+                R = E.R if self.sites is None else self._site_root(chunk)
+                noise = R.apply(self._noise_of(chunk, R.values.shape[-3] * R.values.shape[-1]))
+                total += chunk.pull(torch.cat([noise, E.r.unsqueeze(0)]))
             self._pulled_noise = now, self.model.summed(total)
         return self._pulled_noise[1]
 
@@ -138,11 +148,24 @@ class SampledPosterior(WeightSpacePosterior):
         """Return chunk -> R; where Λ is evaluated is found once, not in every pass."""
         if self.sites is not None:
             return self._site_root
+        f = self._f_here()
+        return lambda chunk: self._expand(chunk, f[chunk.points]).R
+
+    def _f_here(self) -> Tensor:  # (N, C)
+        """Return f + J δ at our training points, found once."""
         if self._f is None:
             with torch.no_grad():
                 self._f = torch.cat([self._moved(chunk, self.shift) for chunk in self.model])
-        f = self._f
-        return lambda chunk: self._expand(chunk, f[chunk.points]).R
+        return self._f
+
+    def _f_train(self) -> Tensor:  # (N, C)
+        return self._f_here() if self.shift is None else super()._f_train()
+
+    def _first_step(self, start: Tensor) -> Tensor | None:  # (P,)
+        if start.any() or self.shift is not None:
+            return None
+        self._statistics()
+        return self._step
 
     def _centred_weights(self, n: int, generator: torch.Generator | None) -> Tensor:  # (n, P)
         if n > self.num_samples:
@@ -247,6 +270,26 @@ class SampledPosterior(WeightSpacePosterior):
                 return log_det_estimate(whitened, probes, steps)
 
         return self._current(f"log det {num_probes} {steps}", make)
+
+    def refine(self, method: str = "laplace", curvature_at: str = "linear_mode", **options: Any) -> Self:
+        """Return a new posterior whose mean is the mode of the linear model.
+
+        Args:
+            method: "laplace"; see :meth:`Posterior.refine`.
+            curvature_at: "linear_mode" for Λ at the mode, and new samples; "map" for Λ where this posterior has it, and
+                its samples, which costs nothing.
+            options: of the variational method.
+        """
+        if curvature_at not in ("linear_mode", "map"):
+            raise ValueError(f'curvature_at must be "linear_mode" or "map", but is {curvature_at!r}')
+        if method != "laplace" or curvature_at == "linear_mode":
+            return super().refine(method, **options)
+        mode, root = self.linear_mode(), self._roots_now()
+        with torch.no_grad():
+            sites = SiteBlocks(torch.cat([root(chunk).values for chunk in self.model]))
+        refined = self._at(mode.delta, deepcopy(self.prior), deepcopy(self.likelihood), sites)
+        refined.certificate, refined._kept = mode.certificate, self._statistics()
+        return refined
 
     def tune(self, at: str = "linear_mode", validation: Any = None, **options: Any) -> Self:
         """Maximise the evidence by sample-based EM, see :func:`maximise_expectation`; or a score on validation data."""

@@ -88,7 +88,15 @@ class WeightSpacePosterior(Posterior):
             lambda v: self.model.push(v.unsqueeze(0))[0],
             self.prior.whiten,
         )
-        return weight_space_mode(problem, start, self.model.f(), self._mode_tolerance)
+        return weight_space_mode(problem, start, self._f_train(), self._mode_tolerance, self._first_step(start))
+
+    def _f_train(self) -> Tensor:  # (N, C)
+        """Return the network's outputs at our training points."""
+        return self.model.f()
+
+    def _first_step(self, start: Tensor) -> Tensor | None:  # (P,)
+        """Return the Newton step from here if it is known already."""
+        return None
 
     def _newton_step(self, delta: Tensor, f: Tensor, g: Tensor) -> Tensor:  # H⁻¹ g, (P,)
         """Solve by conjugate gradients, with Λ at latent values f."""

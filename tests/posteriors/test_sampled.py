@@ -22,7 +22,7 @@ def test_samples_solve_their_equation(likelihood, prior, float64):
     Lambda = post.likelihood.curvature(post.model.data.y, f)
     S0 = post.prior.covariance().to_dense()
     H = torch.einsum("ncp,ncd,ndq->pq", J, Lambda, J) + torch.linalg.inv(S0)
-    b = torch.linalg.solve(S0, post._prior_draws().mT).mT + post._data_draws()
+    b = torch.linalg.solve(S0, post._prior_draws().mT).mT + post._pulled()[:-1]
     zeta = post.sample_weights(3, torch.Generator().manual_seed(0)) - problem.lin.theta
     found = torch.linalg.solve(H, b.mT).mT
     assert_close(zeta.sort(0).values, found.sort(0).values, rtol=1e-6, atol=1e-8)
@@ -36,7 +36,7 @@ def test_their_noise_has_the_covariance_of_the_gradient(likelihood, float64):
     J, f, _, _ = problem.dense()
     Lambda = post.likelihood.curvature(post.model.data.y, f)
     truth = torch.einsum("ncp,ncd,ndq->pq", J, Lambda, J)
-    d = post._data_draws()
+    d = post._pulled()[:-1]
     errors = ((truth.diagonal()[:, None] * truth.diagonal() + truth**2) / 4000).sqrt()
     assert ((d.mT @ d / 4000 - truth).abs() <= 5 * errors + 1e-12).all()
 
@@ -125,6 +125,19 @@ def test_streams_give_what_memory_gives(data, float64):
     assert_close(
         post.refine().latent(problem.x_new).mean, memory.refine().latent(problem.x_new).mean, rtol=1e-4, atol=1e-6
     )
+
+
+def test_the_mode_of_the_linear_model_carries_the_samples(float64):
+    problem = Problem("cnn", "categorical")
+    post = problem.fit("sampled", num_samples=4, tolerance=1e-9)
+    truth = problem.fit("full").refine()
+    moved, kept = post.refine(), post.refine(curvature_at="map")
+    for refined in (moved, kept):
+        assert_close(refined.latent(problem.x_new).mean, truth.latent(problem.x_new).mean, rtol=1e-5, atol=1e-7)
+        assert refined.certificate.converged
+    before = post.latent(problem.x_new).covariance_matrix
+    assert torch.equal(kept.latent(problem.x_new).covariance_matrix, before)
+    assert not torch.allclose(moved.latent(problem.x_new).covariance_matrix, before, rtol=1e-3)
 
 
 def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(float64, tmp_path, monkeypatch):
