@@ -6,7 +6,7 @@ PEERS ?= .peers
 NTKGP_DATA ?= ../shared/data
 PIP := $(BIN)/python -m pip install --quiet --retries 10 --timeout 60 --constraint constraints.txt
 
-.PHONY: help demo test lint types suite bench-kernel bench-posteriors reproduce-uci reproduce-regression reproduce-figures reproduce-images clean
+.PHONY: help demo test lint types suite bench-kernel bench-posteriors bench-evidence reproduce-uci reproduce-regression reproduce-figures reproduce-images clean
 .DEFAULT_GOAL := help
 
 help:  ## list every target
@@ -19,7 +19,8 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(PIP) --no-build-isolation --editable '.[dev]'
 	@touch $@
 
-demo: $(VENV)/.ready  ## exact GP regression with a network's tangent kernel; a table and a figure in demo/
+demo: $(VENV)/.ready  ## an overconfident classifier put right, and a network as an exact GP; tables, and figures in demo/
+	@$(BIN)/python examples/overconfident.py --output demo
 	@$(BIN)/python examples/exact_gp_regression.py --output demo
 
 test: lint types suite  ## lint, types, docs snippets and the whole suite
@@ -42,6 +43,9 @@ bench-kernel: $(VENV)/.ready  ## the tangent kernel beside laplace-torch and neu
 bench-posteriors: $(VENV)/.ready  ## posteriors beside laplace-torch; a table in benchmarks/results/
 	@test -n "$$(ls -A $(PEERS) 2>/dev/null)" || bash ../shared/peers/setup $(PEERS)
 	@$(BIN)/python benchmarks/posteriors.py --peers $(PEERS) --data $(NTKGP_DATA)
+
+bench-evidence: $(VENV)/.ready  ## estimators, tuning and the linear model of all of FashionMNIST; a table in benchmarks/results/
+	@$(BIN)/python benchmarks/evidence.py --data $(NTKGP_DATA)
 
 reproduce-uci: $(VENV)/.ready  ## Table 1 and Fig. 5 of the local-linearisation paper into docs/results/uci/
 	@$(BIN)/python benchmarks/reproduce/uci.py --data $(NTKGP_DATA)

@@ -89,21 +89,31 @@ def solvers(args: argparse.Namespace) -> dict:
     Q, e = torch.linalg.eigh(RKR.double())[::-1]
     root = (Q * e.clamp(min=0).sqrt()).float()
     epsilon, prior_noise = draw(), draw() @ root.mT
-    products = {"pathwise, warm": 0, "Hutchinson, cold": 0}
-    alpha, last = 1.0, None
-    steps = []
-    for _ in range(10):
-        B = lambda v: v + v @ RKR / alpha  # noqa: B023, E731
-        w = epsilon + prior_noise / alpha**0.5
-        found = conjugate_gradients(B, w, lambda v: v, args.tolerance, 1000, last)
-        cold = conjugate_gradients(B, draw().sign(), lambda v: v, args.tolerance, 1000)
-        products["pathwise, warm"] += found.products
-        products["Hutchinson, cold"] += cold.products
-        last = found.x
-        gamma = (last * (last @ RKR / alpha)).sum(1)
-        steps.append({"alpha": alpha, "gamma": gamma.mean().item(), "error": (gamma.std() / 4).item()})
-        mode = post.linear_mode().delta + lin.theta
-        post.prior.precision = alpha = (gamma.mean() / mode.square().sum()).item()
+
+    def count(move: Callable[[float, float, float], float], steps: int) -> dict:
+        """Follow a rule (α, γ, ‖θ_⋆‖²) -> α; count the products of both estimators at each point."""
+        products, alpha, last, path = {"pathwise, warm": 0, "Hutchinson, cold": 0}, 1.0, None, []
+        for _ in range(steps):
+            post.prior.precision = alpha
+            B = lambda v: v + v @ RKR / alpha  # noqa: B023, E731
+            w = epsilon + prior_noise / alpha**0.5
+            warm = conjugate_gradients(B, w, lambda v: v, args.tolerance, 1000, last)
+            cold = conjugate_gradients(B, draw().sign(), lambda v: v, args.tolerance, 1000)
+            products["pathwise, warm"] += warm.products
+            products["Hutchinson, cold"] += cold.products
+            last = warm.x
+            gamma = (last * (last @ RKR / alpha)).sum(1)
+            path.append({"alpha": alpha, "gamma": gamma.mean().item(), "error": (gamma.std() / 4).item()})
+            mode = post.linear_mode().delta + lin.theta
+            alpha = move(alpha, gamma.mean().item(), mode.square().sum().item())
+        return products | {"path": path}
+
+    paths = {
+        "EM, 10 steps": count(lambda alpha, gamma, squares: gamma / squares, 10),
+        "gradient ascent, 30 steps": count(
+            lambda alpha, gamma, squares: alpha * math.exp(0.2 * math.tanh((gamma - alpha * squares) / gamma)), 30
+        ),
+    }
     noise = 1e-4 * K.diagonal().mean().item()
     b = draw_like(K, 4)
     shifted = lambda v: v @ K + noise * v  # noqa: E731
@@ -111,8 +121,7 @@ def solvers(args: argparse.Namespace) -> dict:
     sketch = Nystrom.sketch(lambda v: v @ K, K, len(K), len(K) // 4, torch.Generator().manual_seed(1))
     helped = conjugate_gradients(shifted, b, sketch.preconditioner(noise), 1e-2, 5000)
     return {
-        "products": products,
-        "steps": steps,
+        "paths": paths,
         "plain": plain.iterations,
         "nystrom": helped.iterations,
         "residuals": [residual(K, noise, b, s.x) for s in (plain, helped)],

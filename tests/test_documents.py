@@ -22,7 +22,15 @@ def test_the_readme_has_snippets():
     assert len(SNIPPETS) == 3
 
 
-def test_the_demo_prints_a_table_and_draws_a_figure(tmp_path):
+def test_the_demo_shows_a_classifier_put_right(tmp_path):
+    command = [sys.executable, "examples/overconfident.py", "--output", tmp_path, "--splits", "2"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    nll = [float(line.split()[-12]) for line in result.stdout.splitlines() if "±" in line and "error" not in line]
+    assert nll[2] < nll[1] < nll[0]  # refined posterior, posterior, network
+    assert (tmp_path / "overconfident.png").stat().st_size > 10_000
+
+
+def test_the_example_of_exact_regression_prints_a_table_and_draws_a_figure(tmp_path):
     command = [
         sys.executable,
         "examples/exact_gp_regression.py",
