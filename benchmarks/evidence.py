@@ -1,6 +1,6 @@
 """Evidence at scale: estimators, preconditioners, tuning, and the linear model of all of FashionMNIST.
 
-    python benchmarks/evidence.py --data DIR [--only solvers,tuning,full] [--threads 2]
+    python benchmarks/evidence.py --data DIR [--only products,ranks,solvers,tuning,full] [--threads 2]
 
 Each section prints its rows and keeps its figures in benchmarks/results/evidence/<section>.json; the table is made of
 what is there. Everything runs in one process, one section after the other.
@@ -22,7 +22,7 @@ from ntkgp.report import metrics
 from ntkgp.solvers import Nystrom, conjugate_gradients
 
 sys.path.insert(0, str(Path(__file__).parent / "reproduce"))
-from harness import HERE, Table, commit, machine, median, peak_mb
+from harness import HERE, Table, commit, machine, median, peak_mb, run_json
 from images import images
 from kernel import lenet
 
@@ -230,11 +230,6 @@ def full(args: argparse.Namespace) -> dict:
         "rows": len(x) * CLASSES,
         "threads": args.threads,
     }
-    with torch.no_grad():
-        found["forward"] = seconds(lambda: [net(part) for part in x[:6000].split(500)])
-    v, u = torch.randn(8, lin.num_params), torch.randn(8, 2000, CLASSES)
-    pair = seconds(lambda: (lin.jvp(x[:2000], v), lin.vjp(x[:2000], u)))
-    found["pair"] = pair / 8 / (found["forward"] / 3)
     start = time.perf_counter()
     prior = ntkgp.priors.Grouped(lin, by="layer", precision=10.0)
     few = ntkgp.fit(
@@ -301,7 +296,40 @@ def _alone(post: ntkgp.Posterior, x: Tensor) -> ntkgp.posteriors.Prediction:
     return predictive_of(post.likelihood, [Latent(samples=f.unsqueeze(0))], None, 1, torch.Generator().manual_seed(0))
 
 
-SECTIONS = {"solvers": solvers, "tuning": tuning, "full": full}
+# Products and processes
+
+
+def products(args: argparse.Namespace) -> dict:
+    """Time J v and Jᵀu of eight vectors, through the network and through its features, in forward passes."""
+    x, _ = images(args.data, "fashion_mnist", "train")
+    x = x[:2000]
+    net = trained(args.data, args.cache, 2)
+    lin = ntkgp.Linearization(net, example=x[:2])
+    v, u = torch.randn(8, lin.num_params), torch.randn(8, len(x), CLASSES)
+    with torch.no_grad():
+        forward = seconds(lambda: [net(part) for part in x.split(500)], 5)
+        F = lin.features(x)
+        parts = lin.layout.split(v)
+        flat = {name: part.flatten(1) for name, part in parts.items()}
+        return {
+            "forward": forward,
+            "network": seconds(lambda: (lin.jvp(x, v), lin.vjp(x, u))) / 8 / forward,
+            "features": seconds(lambda: (F.jvp(flat), F.vjp(u))) / 8 / forward,
+            "making features": seconds(lambda: lin.features(x)) / forward,
+        }
+
+
+def ranks(args: argparse.Namespace) -> dict:
+    """Time one and two processes with one thread each."""
+    found = {}
+    for world in (1, 2, 1, 2):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+        run = run_json([*command, HERE / "ranks.py", args.data], f"{world} processes")
+        found.setdefault(str(world), []).append(run)
+    return found
+
+
+SECTIONS = {"products": products, "ranks": ranks, "solvers": solvers, "tuning": tuning, "full": full}
 
 
 def table() -> Table:
@@ -326,11 +354,16 @@ def table() -> Table:
             1.5,
             f"{s['step']:.1f} s / {s['bare']:.1f} s",
         )
+    if s := found.get("products"):
+        rows.at_most("J v and Jᵀu of 8 vectors, forward passes a vector: network", s["network"], 4, "")
+        rows.note("the same from features; making features", f"{s['features']:.3f}; {s['making features']:.1f}")
+    if s := found.get("ranks"):
+        one, two = (min(run["seconds"] for run in s[world]) for world in "12")
+        rows.note("one process, two processes, one thread each", f"{one:.1f} s, {two:.1f} s: {one / two:.2f}x")
     if s := found.get("full"):
         rows.at_most("passes over all of FashionMNIST", s["passes"], 20, "", ".1f")
         rows.at_most("minutes, EM included", s["seconds"] / 60, 60, f"{s['threads']} threads", ".0f")
         rows.at_most("peak memory, GB", s["peak"] / 1e3, 8, "", ".1f")
-        rows.at_most("J v and Jᵀu of 8 vectors, forward passes a vector", s["pair"], 4, "")
         for name, scores in s["scores"].items():
             rows.note(f"test NLL, accuracy, ECE: {name}", ", ".join(f"{v:.4f}" for v in scores.values()))
     return rows
