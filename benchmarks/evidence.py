@@ -337,10 +337,11 @@ def table() -> Table:
     rows = Table()
     found = {path.stem: json.loads(path.read_text()) for path in sorted(OUT.glob("*.json"))}
     if s := found.get("solvers"):
-        warm, cold = s["products"]["pathwise, warm"], s["products"]["Hutchinson, cold"]
-        rows.at_least(
-            "warm pathwise against cold Hutchinson, products over 10 steps", cold / warm, 3, f"{cold} / {warm}"
-        )
+        for name, path in s["paths"].items():
+            warm, cold = path["pathwise, warm"], path["Hutchinson, cold"]
+            rows.at_least(
+                f"warm pathwise against cold Hutchinson, products, {name}", cold / warm, 3, f"{cold} / {warm}"
+            )
         rows.at_least(
             f"Nyström of rank {s['rank']} against none, iterations on K + σ² I, {s['rows']} rows",
             s["plain"] / s["nystrom"],

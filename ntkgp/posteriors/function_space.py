@@ -101,15 +101,19 @@ class FunctionSpacePosterior(Posterior):
 
     def _factor(self) -> tuple[Tensor, SiteBlocks]:
         """Return the Cholesky factor of B, and R."""
-        return self._current("factor", self._factorise)
+        return self._current("factor", lambda: self._factorise(self._assembled()))
 
-    def _factorise(self) -> tuple[Tensor, SiteBlocks]:
+    def _assembled(self) -> Tensor:  # B
         with torch.no_grad():
-            if self._atoms is None:
-                B = pairwise_gram(self._weighted, self.prior.covariances())
-                B.diagonal().add_(1)
-            else:
-                B = capacitance(self._gram(), self._site_roots())
+            if self._atoms is not None:
+                return capacitance(self._gram(), self._site_roots())
+            B = pairwise_gram(self._weighted, self.prior.covariances())
+            B.diagonal().add_(1)
+            return B
+
+    def _factorise(self, B: Tensor) -> tuple[Tensor, SiteBlocks]:
+        """Factorise B, which is overwritten."""
+        with torch.no_grad():
             # Column-major and in place: a symmetric matrix is its own transpose.
             L, info = torch.linalg.cholesky_ex(B.mT, out=(B.mT, torch.empty((), dtype=torch.int32, device=B.device)))
             if info.item():
@@ -121,7 +125,8 @@ class FunctionSpacePosterior(Posterior):
 
     def _log_det(self) -> Tensor:  # ()
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
-            return log_det(capacitance(self._gram(), self._root()), self._factor()[0])
+            B = capacitance(self._gram(), self._root())
+            return log_det(B, self._current("factor", lambda: self._factorise(B.detach().clone()))[0])
         return 2 * self._factor()[0].diagonal().log().sum()
 
     # The mode and samples
