@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -21,7 +22,7 @@ from ntkgp.posteriors.model import LinearModel
 from ntkgp.posteriors.sampled import SampledPosterior
 from ntkgp.posteriors.subnetworks import LargestVariance, Subnetwork
 from ntkgp.posteriors.subsets import Random, Selector
-from ntkgp.priors import Diagonal, Grouped, Isotropic, Prior
+from ntkgp.priors import Diagonal, GPrior, Grouped, Isotropic, Prior
 
 __all__ = ["fit"]
 
@@ -67,7 +68,8 @@ def fit(
         method: "function" for the Gaussian process; "full", "kron", "diag", "low_rank" over the weights; "last_layer"
             and "subnetwork" over some of them; "auto" for the cheapest exact one that fits the memory, and a subset of
             the data where none does: ``posterior.reason`` says which and why.
-        prior: "isotropic", "layerwise", "normalized", "diagonal", or an object.
+        prior: "isotropic", "layerwise", "normalized", "diagonal", "g_prior" (in the units of the data: one more pass
+            over them), or an object.
         tune: whether to maximise the evidence; "auto" does so for a prior given by name, and leaves an object alone.
         weights: how many points each stands for, (N,), or by site, (N, T); a mask is a weight of 0.
         subset: for the function space, how many training points to use, or a selector that says which.
@@ -98,8 +100,8 @@ def fit(
         lin = lin.restrict(subnetwork)
     source = as_source(data, lin, likelihood, weights)
     named = isinstance(prior, str)
-    prior = _prior(prior, lin)
     model = LinearModel(lin, source, likelihood, memory_budget)
+    prior = _g_prior(model, likelihood) if prior == "g_prior" else _prior(prior, lin)
     choice = (
         _choose(model, method, subset)
         if method == "auto"
@@ -229,8 +231,13 @@ def _prior(prior: str | Prior, lin: Linearization) -> Prior:
     if not isinstance(prior, str):
         raise TypeError(f"prior must be a name or an ntkgp prior, but is a {type(prior).__name__}")
     if prior not in PRIORS:
-        raise ValueError(f"prior must be one of {', '.join(PRIORS)}, but is {prior!r}")
+        raise ValueError(f"prior must be one of {', '.join(PRIORS)}, g_prior, but is {prior!r}")
     return PRIORS[prior](lin)
+
+
+def _g_prior(model: LinearModel, likelihood: Likelihood) -> GPrior:
+    with torch.no_grad():
+        return GPrior(model.lin, DiagonalPosterior(model, Isotropic(model.lin), likelihood)._diagonal())
 
 
 def last_layer(lin: Linearization) -> Linearization:

@@ -27,7 +27,7 @@ from ntkgp.posteriors.low_rank import LowRankPosterior
 from ntkgp.posteriors.model import LinearModel
 from ntkgp.posteriors.sampled import SampledPosterior
 from ntkgp.posteriors.weight_space import WeightSpacePosterior
-from ntkgp.priors import Grouped, Prior
+from ntkgp.priors import GPrior, Grouped, Prior
 
 __all__ = ["load", "save"]
 
@@ -39,7 +39,7 @@ _POSTERIORS: dict[str, type[Posterior]] = {
         *(LowRankPosterior, SampledPosterior),
     )
 }
-_PRIORS = ("Isotropic", "Grouped", "Diagonal", "Kronecker", "ConvFilterGP")
+_PRIORS = ("Isotropic", "Grouped", "Diagonal", "Kronecker", "ConvFilterGP", "GPrior")
 
 
 def save(posterior: Posterior, path: str | Path, overwrite: bool = False) -> None:
@@ -172,7 +172,7 @@ def _describe_prior(prior: Prior) -> dict[str, Any]:
     kind = type(prior).__name__
     if kind not in _PRIORS or type(prior).__module__.split(".")[0] != "ntkgp":
         raise TypeError(f"a posterior with a prior of your own ({kind}) cannot be saved")
-    return {"kind": kind} | ({"groups": prior.groups} if kind == "Grouped" and isinstance(prior, Grouped) else {})
+    return {"kind": kind} | ({"groups": prior.groups} if isinstance(prior, Grouped) else {})
 
 
 def _describe_likelihood(likelihood: Likelihood) -> dict[str, Any]:
@@ -239,6 +239,8 @@ def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _load_prior(meta: dict[str, Any], state: dict[str, Tensor], lin: Linearization) -> Prior:
     if meta["kind"] == "Grouped":
         prior: Prior = Grouped(lin, by=meta["groups"])
+    elif meta["kind"] == "GPrior":
+        prior = GPrior(lin, torch.ones_like(lin.theta), by=meta["groups"])
     else:
         prior = getattr(prior_kinds, meta["kind"])(lin)
     prior.load_state_dict(state)

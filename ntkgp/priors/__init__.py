@@ -4,6 +4,7 @@ from ntkgp.priors.base import LinearPrior, Prior
 from ntkgp.priors.conv_filter import ConvFilterGP
 from ntkgp.priors.covariance import Covariance, Elementwise, PriorCovariance, Rotated, Separable, Uniform
 from ntkgp.priors.diagonal import Diagonal
+from ntkgp.priors.g_prior import GPrior
 from ntkgp.priors.grouped import Grouped, Isotropic
 from ntkgp.priors.kronecker import Kronecker
 
@@ -12,6 +13,7 @@ __all__ = [
     "Covariance",
     "Diagonal",
     "Elementwise",
+    "GPrior",
     "Grouped",
     "Isotropic",
     "Kronecker",
