@@ -320,6 +320,10 @@ class Posterior(gpytorch.Module):
         self._last_mode = mode.delta  # where the next search, under other hyperparameters, starts
         return mode
 
+    def search(self, **options: Any) -> Mode:
+        """Return the mode of the linear model within a tolerance, where that is cheaper than exactly."""
+        raise ValueError(f"method={self.method!r} finds the mode exactly and takes no {', '.join(options)}")
+
     # Tuning and refinement
 
     def tune(self, at: str = "linear_mode", validation: Any = None, **options: Any) -> Self:
@@ -334,10 +338,11 @@ class Posterior(gpytorch.Module):
         Args:
             method: "laplace" for the mode θ_⋆ with Λ there; "variational" for the Gaussian that minimises the
                 Kullback-Leibler divergence, K⁻¹(m − μ₀) = E_q[r] and S = (K⁻¹ + E_q[Λ])⁻¹.
-            options: of the variational method.
+            options: of the variational method, or of an approximate search for the mode in weight space, for data that
+                are streamed: ``tolerance``, ``steps`` and ``checkpoint``; see :meth:`WeightSpacePosterior.search`.
         """
         if method == "laplace":
-            mode = self.linear_mode()
+            mode = self.search(**options) if options else self.linear_mode()
             refined = self._at(mode.delta, deepcopy(self.prior), deepcopy(self.likelihood))
             refined.certificate = mode.certificate
             return refined

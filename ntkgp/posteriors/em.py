@@ -1,19 +1,16 @@
 """Sample-based expectation maximisation: hyperparameters of models too large to factorise."""
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 from tqdm.auto import tqdm
 
 from ntkgp.evidence import derivative_in_logarithm, precision_step
 from ntkgp.likelihoods import Gaussian
+from ntkgp.posteriors.checkpoint import Checkpoint
 from ntkgp.posteriors.tuning import hidden, targets
 
 if TYPE_CHECKING:
@@ -49,16 +46,17 @@ def maximise_expectation(
     """
     _check(posterior, at)
     state = State(0, [])
-    if checkpoint is not None and Path(checkpoint).exists():
-        state = _resume(posterior, Path(checkpoint))
+    file = None if checkpoint is None else _file(posterior, checkpoint)
+    if file is not None and file.path.exists():
+        state = _resume(posterior, file)
     before = [(p, p.detach().clone()) for p in posterior.parameters()]
     try:
         with tqdm(total=steps, initial=state.step, desc="EM", disable=hidden(progress)) as bar:
             while state.step < steps and not state.finished:
                 found = _step(posterior, at)
                 state = State(state.step + 1, [*state.history, found], found["moved"] <= tolerance)
-                if checkpoint is not None and posterior.model.ranks.rank == 0:
-                    _save(posterior, state, Path(checkpoint))
+                if file is not None and posterior.model.ranks.rank == 0:
+                    _save(posterior, state, file)
                 gamma = ", ".join(f"{g:.4g}" for g in found["effective_parameters"][:4])
                 bar.set_postfix_str(f"γ {gamma}, residual {found['residual']:.1e}")
                 bar.update()
@@ -135,36 +133,26 @@ def _check(posterior: "SampledPosterior", at: str) -> None:
 # The state on disk
 
 
-def _identity(posterior: "SampledPosterior") -> dict[str, str]:
-    return {
-        "fingerprint": posterior.lin.fingerprint(),
-        "num_samples": str(posterior.num_samples),
-        "seed": str(posterior.seed),
+def _file(posterior: "SampledPosterior", path: str | Path) -> Checkpoint:
+    identity = {"num_samples": str(posterior.num_samples), "seed": str(posterior.seed)}
+    return Checkpoint(Path(path), {"fingerprint": posterior.lin.fingerprint()} | identity)
+
+
+def _save(posterior: "SampledPosterior", state: State, file: Checkpoint) -> None:
+    tensors = {f"parameter.{name}": p.detach() for name, p in posterior.named_parameters()}
+    tensors |= {
+        name: value
+        for name, value in (("mode", posterior._last_mode), ("samples", posterior._last))
+        if value is not None
     }
+    file.save(
+        tensors,
+        {"step": str(state.step), "finished": str(int(state.finished)), "history": json.dumps(state.history)},
+    )
 
 
-def _save(posterior: "SampledPosterior", state: State, path: Path) -> None:
-    tensors = {f"parameter.{name}": p.detach().contiguous() for name, p in posterior.named_parameters()}
-    for name, value in (("mode", posterior._last_mode), ("samples", posterior._last)):
-        if value is not None:
-            tensors[name] = value.contiguous()
-    told = {"step": str(state.step), "finished": str(int(state.finished)), "history": json.dumps(state.history)}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(path.name + ".part")
-    save_file(tensors, aside, metadata=_identity(posterior) | told)
-    os.replace(aside, path)
-
-
-def _resume(posterior: "SampledPosterior", path: Path) -> State:
-    try:
-        with safe_open(path, "pt") as file:
-            told = file.metadata()
-            tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"checkpoint {path} is not one, or was cut short: {error}") from error
-    for key, value in _identity(posterior).items():
-        if told is None or told.get(key) != value:
-            raise ValueError(f"checkpoint {path} belongs to another run: its {key} is {(told or {}).get(key)}")
+def _resume(posterior: "SampledPosterior", file: Checkpoint) -> State:
+    tensors, told = file.load()
     with torch.no_grad():
         for name, parameter in posterior.named_parameters():
             parameter.copy_(tensors[f"parameter.{name}"])

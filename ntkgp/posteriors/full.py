@@ -100,9 +100,9 @@ class FullPosterior(WeightSpacePosterior):
         w, L = self._whiten(self._kept_columns(v)).mT, self._factor()
         return self._unwhiten(solve_triangular(L.mT, solve_triangular(L, w, upper=False), upper=True).mT)
 
-    def _newton_step(self, delta: Tensor, f: Tensor, g: Tensor) -> Tensor:  # (P,)
+    def _newton_step(self, delta: Tensor, f: Tensor, g: Tensor, forcing: float | None = None) -> Tensor:  # (P,)
         if self.index is None:
-            return super()._newton_step(delta, f, g)
+            return super()._newton_step(delta, f, g, forcing)
         return self._at(delta)._covariance_times(g.unsqueeze(0))[0]  # of the random weights alone
 
     def _centred_weights(self, n: int, generator: torch.Generator | None) -> Tensor:  # (n, P)

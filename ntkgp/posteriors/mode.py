@@ -97,7 +97,13 @@ class WeightSpaceProblem:
 
 
 def weight_space_mode(
-    problem: WeightSpaceProblem, start: Tensor, f: Tensor, tolerance: float | None = None, first: Tensor | None = None
+    problem: WeightSpaceProblem,
+    start: Tensor,
+    f: Tensor,
+    tolerance: float | None = None,
+    first: Tensor | None = None,
+    max_steps: int = _MAX_STEPS,
+    visit: Callable[[Tensor], None] = lambda delta: None,
 ) -> Mode:
     r"""Return δ = θ_⋆ − θ*.
 
@@ -111,6 +117,8 @@ def weight_space_mode(
         tolerance: stop when the error of θ in the norm of H is estimated to be so small beside ‖θ − m₀‖ in that of the
             prior; by default when only rounding is left.
         first: the direction of the first step, if it is known.
+        max_steps: when to give up; the certificate says whether it converged.
+        visit: called with δ after every step.
     """
 
     def psi(delta: Tensor, moved: Tensor) -> Tensor:
@@ -119,13 +127,14 @@ def weight_space_mode(
     delta, moved = start, f + problem.push(start) if start.any() else f
     value, decrement, steps, converged = psi(delta, moved), float("inf"), 0, False
     g = problem.gradient(delta, moved)
-    while steps < _MAX_STEPS and not converged:
+    while steps < max_steps and not converged:
         step = problem.newton(delta, moved, g) if first is None or steps > 0 else first
         along = problem.push(step)
         before, decrement = decrement, (g @ step).item() / 2
         size = _line_search(lambda s: psi(delta + s * step, moved + s * along), value)  # noqa: B023
         delta, moved, steps = delta + size * step, moved + size * along, steps + 1
         value, g = psi(delta, moved), problem.gradient(delta, moved)
+        visit(delta)
         if tolerance is None:
             converged = _finished(decrement, before, value) or size == 0
         else:

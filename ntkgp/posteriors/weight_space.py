@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -11,6 +12,7 @@ from ntkgp.likelihoods import SiteBlocks
 from ntkgp.linearization import Features
 from ntkgp.operators import gram, point_blocks
 from ntkgp.posteriors.base import Posterior
+from ntkgp.posteriors.checkpoint import Checkpoint
 from ntkgp.posteriors.mode import Mode, WeightSpaceProblem, weight_space_mode
 from ntkgp.posteriors.model import Chunk
 from ntkgp.priors import Covariance
@@ -18,6 +20,9 @@ from ntkgp.priors.covariance import rows_times
 from ntkgp.solvers import Solution, conjugate_gradients
 
 __all__ = ["BlockPosterior", "WeightSpacePosterior"]
+
+
+_INEXACT = 0.1  # relative residual of a Newton step when the mode need not be exact
 
 
 class WeightSpacePosterior(Posterior):
@@ -79,16 +84,43 @@ class WeightSpacePosterior(Posterior):
     _newton_tolerance: float | None = None  # of the linear system of a Newton step; by default half of the digits
     _mode_tolerance: float | None = None  # of the mode; by default to rounding
 
+    def search(self, tolerance: float = 1e-2, steps: int = 100, checkpoint: str | Path | None = None) -> Mode:  # type: ignore[override]
+        """Return θ_⋆ − θ* within a tolerance, by inexact Newton steps: passes of J v and Jᵀu over the data.
+
+        Args:
+            tolerance: for the error of θ in the norm of the Hessian, beside ‖θ_⋆ − m₀‖ in that of the prior.
+            steps: of Newton's method, at most; the certificate says whether they were enough.
+            checkpoint: a file that holds δ after every step; if it is there already, the search goes on from it.
+
+        Raises:
+            ValueError: if ``tolerance`` is not positive, or the checkpoint belongs to another network.
+        """
+        if not tolerance > 0:
+            raise ValueError(f"tolerance must be positive, but is {tolerance}")
+        start = torch.zeros_like(self.lin.theta) if self.shift is None else self.shift
+        visit: Callable[[Tensor], None] = lambda delta: None  # noqa: E731
+        if checkpoint is not None:
+            kept = Checkpoint(Path(checkpoint), {"fingerprint": self.lin.fingerprint()})
+            if kept.path.exists():
+                start = kept.load()[0]["delta"].to(start)
+            if self.model.ranks.rank == 0:
+                visit = lambda delta: kept.save({"delta": delta}, {})  # noqa: E731
+        with torch.no_grad():
+            return self._newton(start, tolerance, _INEXACT, steps, visit)
+
     def _find_mode(self, start: Tensor) -> Mode:
+        return self._newton(start, self._mode_tolerance, self._newton_tolerance)
+
+    def _newton(self, start: Tensor, tolerance: float | None, forcing: float | None, *budget: Any) -> Mode:  # (P,)
         problem = WeightSpaceProblem(
             self._log_prob_at,
             self._quadratic,
             self._gradient_at,
-            self._newton_step,
+            lambda delta, f, g: self._newton_step(delta, f, g, forcing),
             lambda v: self.model.push(v.unsqueeze(0))[0],
             self.prior.whiten,
         )
-        return weight_space_mode(problem, start, self._f_train(), self._mode_tolerance, self._first_step(start))
+        return weight_space_mode(problem, start, self._f_train(), tolerance, self._first_step(start), *budget)
 
     def _f_train(self) -> Tensor:  # (N, C)
         """Return the network's outputs at our training points."""
@@ -98,9 +130,9 @@ class WeightSpacePosterior(Posterior):
         """Return the Newton step from here if it is known already."""
         return None
 
-    def _newton_step(self, delta: Tensor, f: Tensor, g: Tensor) -> Tensor:  # H⁻¹ g, (P,)
+    def _newton_step(self, delta: Tensor, f: Tensor, g: Tensor, forcing: float | None = None) -> Tensor:  # H⁻¹ g, (P,)
         """Solve by conjugate gradients, with Λ at latent values f."""
-        tolerance = self._newton_tolerance or torch.finfo(g.dtype).eps ** 0.5  # the next step corrects what is left
+        tolerance = forcing or torch.finfo(g.dtype).eps ** 0.5  # the next step corrects what is left
         return self._solve(g.unsqueeze(0), lambda chunk: self._expand(chunk, f[chunk.points]).R, tolerance).x[0]
 
     def _solve(

@@ -165,3 +165,37 @@ def test_greedy_takes_the_point_of_largest_remaining_variance(float64):
         at = torch.cat([torch.arange(3) + 3 * n for n in chosen])
         remaining = K - K[:, at] @ torch.linalg.solve(K[at][:, at], K[at])
     assert_close(post.model.data.x, problem.x[chosen])
+
+
+@pytest.mark.parametrize("likelihood", ["gaussian", "categorical", "poisson"])
+@pytest.mark.parametrize("method", ["kron", "diag", "sampled"])
+def test_a_stream_is_refined_within_a_tolerance(method, likelihood, float64):
+    problem = Problem("cnn", likelihood, n=20)
+    truth = problem.fit("full").linear_mode().delta
+    loader = DataLoader(TensorDataset(problem.x, problem.y), batch_size=7, shuffle=True)
+    post = ntkgp.fit(problem.lin, loader, problem.make_likelihood(), method, problem.make_prior())
+    refined = post.refine(tolerance=1e-3)
+    distance = problem.lin.theta + truth - post.prior.mean
+    error = (refined.shift - truth) @ post.prior.precision_times(refined.shift - truth)
+    assert error.sqrt() <= 3e-3 * (distance @ post.prior.precision_times(distance)).sqrt()
+    assert refined.certificate.converged
+    assert not post.refine(tolerance=1e-12, steps=1).certificate.converged
+
+
+def test_a_search_that_was_cut_goes_on(float64, tmp_path):
+    problem = Problem("cnn", "categorical", n=20)
+    post = problem.fit("kron")
+    one = post.refine(tolerance=1e-6, steps=2, checkpoint=tmp_path / "state")
+    assert not one.certificate.converged
+    rest = post.refine(tolerance=1e-6, checkpoint=tmp_path / "state")
+    whole = post.refine(tolerance=1e-6)
+    assert rest.certificate.steps == whole.certificate.steps - 2
+    assert_close(rest.shift, whole.shift, **TIGHT)
+    other = Problem("cnn", "gaussian").fit("kron")
+    other.model.lin._net.parameters["0.weight"].data += 1
+    with pytest.raises(ValueError, match="belongs to another run"):
+        other.refine(tolerance=1e-6, checkpoint=tmp_path / "state")
+    with pytest.raises(ValueError, match="tolerance must be positive, but is 0"):
+        post.refine(tolerance=0)
+    with pytest.raises(ValueError, match="finds the mode exactly and takes no tolerance"):
+        problem.fit("function").refine(tolerance=1e-3)
