@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import ntkgp
+from ntkgp.posteriors.model import Chunk
 from ntkgp.report import metrics
 from ntkgp.solvers import Nystrom, conjugate_gradients
 
@@ -195,27 +196,26 @@ def _refused(*args: object, **kwargs: object) -> None:
 
 
 class Passes:
-    """Count passes over the data by the examples that products saw, and time them."""
+    """Count passes over the data: J v, Jᵀu and f of chunks whose features are not kept, as the subset's are."""
 
     def __init__(self, N: int) -> None:
-        self.N, self.examples = N, {"features": 0, "jvp": 0, "vjp": 0}
-        self.kept = {name: getattr(ntkgp.Linearization, name) for name in self.examples}
-        for name, method in self.kept.items():
-            setattr(ntkgp.Linearization, name, self._counted(name, method))
+        self.N, self.examples = N, {"push": 0, "pull": 0}
+        self.replaced = {name: getattr(Chunk, name) for name in self.examples}
+        for name, method in self.replaced.items():
+            setattr(Chunk, name, self._counted(name, method))
 
     def _counted(self, name: str, method: Callable) -> Callable:
-        def call(lin: ntkgp.Linearization, x: Tensor, *args: object) -> object:
-            if len(x) >= 1000:  # not those of the subset that preconditions, nor of predictions
-                self.examples[name] += len(x)
-            return method(lin, x, *args)
+        def call(chunk: Chunk, v: Tensor) -> Tensor:
+            self.examples[name] += 0 if chunk.kept else len(chunk.data)
+            return method(chunk, v)
 
         return call
 
     def stop(self) -> float:
-        """Return the number of passes: J v and Jᵀu with the same Λ make one, and so do features."""
-        for name, method in self.kept.items():
-            setattr(ntkgp.Linearization, name, method)
-        return (self.examples["features"] + max(self.examples["jvp"], self.examples["vjp"])) / self.N
+        """Return the number of passes: the larger of both counts, and one for f."""
+        for name, method in self.replaced.items():
+            setattr(Chunk, name, method)
+        return 1 + max(self.examples.values()) / self.N
 
 
 def full(args: argparse.Namespace) -> dict:

@@ -1,5 +1,6 @@
 """Samples of the exact posterior for models too large to factorise, from linear systems alone."""
 
+import warnings
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any, Self
@@ -115,6 +116,12 @@ class SampledPosterior(WeightSpacePosterior):
         g = pulled[-1:] - self.prior.precision_times(self.lin.theta + delta - self.prior.mean)
         b = torch.cat([self.prior.precision_times(self._prior_draws()) + pulled[:-1], g])
         self.solution = self._solve(b, self._roots_now(), self.tolerance, self._last)
+        if self.solution.residual > self.tolerance:
+            warnings.warn(
+                f"the samples have residuals of up to {self.solution.residual:.2g} after {self.solution.iterations} "
+                f"iterations, not {self.tolerance:g}: raise max_iterations or preconditioner",
+                stacklevel=3,
+            )
         self._last = self.solution.x
         self._step = self._last[-1]
         return self._last[:-1]

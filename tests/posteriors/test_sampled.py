@@ -196,6 +196,11 @@ def test_options_that_cannot_be_are_named(options, message, float64):
         Problem().fit("sampled", **options)
 
 
+def test_samples_that_did_not_converge_are_told(float64):
+    with pytest.warns(UserWarning, match="residuals of up to .* after 1 iterations, not 1e-09"):
+        Problem().fit("sampled", tolerance=1e-9, max_iterations=1, preconditioner=2)
+
+
 def test_what_samples_cannot_do_is_said(float64):
     problem = Problem("mlp", "noise by output")
     post = problem.fit("sampled", num_samples=2)
