@@ -16,7 +16,7 @@ from ntkgp.posteriors.data import Data, draw
 from ntkgp.posteriors.function_space import FunctionSpacePosterior
 from ntkgp.posteriors.model import Chunk, split
 from ntkgp.posteriors.weight_space import WeightSpacePosterior
-from ntkgp.solvers import Solution
+from ntkgp.solvers import Product, Solution
 
 __all__ = ["SampledPosterior"]
 
@@ -183,9 +183,16 @@ class SampledPosterior(WeightSpacePosterior):
     # The preconditioner
 
     def _precondition(self, v: Tensor) -> Tensor:  # (S, P)
+        return self._subset()._covariance_times(v)
+
+    def _preconditioner_at(self, delta: Tensor) -> Product:  # (P,)
+        """Return the covariance of the subset's posterior with Λ at θ* + δ: a sure network has none at θ*."""
+        return self._subset()._at(delta)._covariance_times
+
+    def _subset(self) -> FunctionSpacePosterior:
         if not self._coarse:
             self._coarse = [self._subset_posterior()]
-        return self._coarse[0]._covariance_times(v)
+        return self._coarse[0]
 
     def _subset_posterior(self) -> FunctionSpacePosterior:
         """Return the exact posterior of M points that stand for all: the same on every rank."""

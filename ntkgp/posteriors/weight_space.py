@@ -17,7 +17,7 @@ from ntkgp.posteriors.mode import Mode, WeightSpaceProblem, weight_space_mode
 from ntkgp.posteriors.model import Chunk
 from ntkgp.priors import Covariance
 from ntkgp.priors.covariance import rows_times
-from ntkgp.solvers import Solution, conjugate_gradients
+from ntkgp.solvers import Product, Solution, conjugate_gradients
 
 __all__ = ["BlockPosterior", "WeightSpacePosterior"]
 
@@ -133,15 +133,21 @@ class WeightSpacePosterior(Posterior):
     def _newton_step(self, delta: Tensor, f: Tensor, g: Tensor, forcing: float | None = None) -> Tensor:  # H⁻¹ g, (P,)
         """Solve by conjugate gradients, with Λ at latent values f."""
         tolerance = forcing or torch.finfo(g.dtype).eps ** 0.5  # the next step corrects what is left
-        return self._solve(g.unsqueeze(0), lambda chunk: self._expand(chunk, f[chunk.points]).R, tolerance).x[0]
+        root, precondition = lambda chunk: self._expand(chunk, f[chunk.points]).R, self._preconditioner_at(delta)
+        return self._solve(g.unsqueeze(0), root, tolerance, precondition=precondition).x[0]
 
     def _solve(
-        self, b: Tensor, root: Callable[[Chunk], SiteBlocks], tolerance: float, start: Tensor | None = None
+        self,
+        b: Tensor,
+        root: Callable[[Chunk], SiteBlocks],
+        tolerance: float,
+        start: Tensor | None = None,
+        precondition: Product | None = None,
     ) -> Solution:  # (Jᵀ R Rᵀ J + S₀⁻¹)⁻¹ b, (S, P)
         def hessian(v: Tensor) -> Tensor:  # (S, P)
             return self.prior.precision_times(v) + self._ggn_times(v, root)
 
-        return conjugate_gradients(hessian, b, self._precondition, tolerance, self._max_cg, start)
+        return conjugate_gradients(hessian, b, precondition or self._precondition, tolerance, self._max_cg, start)
 
     def _ggn_times(self, v: Tensor, root: Callable[[Chunk], SiteBlocks]) -> Tensor:  # Jᵀ R Rᵀ J v, (S, P)
         """Make a pass over the data."""
@@ -152,6 +158,10 @@ class WeightSpacePosterior(Posterior):
         return self.model.summed(out)
 
     _max_cg = 200  # iterations
+
+    def _preconditioner_at(self, delta: Tensor) -> Product:  # (P,)
+        """Return M⁻¹ for the Hessian with Λ at θ* + δ: the same, as new statistics would cost a pass over the data."""
+        return self._precondition
 
     def _precondition(self, v: Tensor) -> Tensor:  # (S, P)
         """Return M⁻¹ v for some M like the Hessian: this posterior's own covariance."""

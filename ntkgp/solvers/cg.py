@@ -47,14 +47,19 @@ def conjugate_gradients(
         precondition: v -> M⁻¹ v for some symmetric positive definite M like A.
         tolerance: relative residual to stop at.
         max_iterations: when to give up.
-        start: x to start from, at the price of one product; zero by default.
+        start: x to start from, up to a factor, at the price of one product; zero by default.
         seconds: another budget: no iteration begins after it.
     """
     began, S = time.monotonic(), len(b)
     if start is None:
         x, r, products = torch.zeros_like(b), b.clone(), 0
     else:
-        x, r, products = start.clone(), b - A(start), S
+        Ax = A(start)
+        energy = (start * Ax).sum(1)
+        c = torch.where(energy > 0, (start * b).sum(1) / energy, 0).unsqueeze(
+            1
+        )  # the multiple nearest to x in A's norm
+        x, r, products = c * start, b - c * Ax, S
     z = precondition(r)
     p, rho = z, (r * z).sum(1)
     scale = (rho if start is None else (b * precondition(b)).sum(1)).clamp(min=torch.finfo(b.dtype).tiny)

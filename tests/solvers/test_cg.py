@@ -41,11 +41,21 @@ def test_a_warm_start_saves_iterations_and_counts_its_product(float64):
     assert warm.products == 3 * (warm.iterations + 1)
 
 
+def test_a_start_of_the_wrong_size_is_as_good(float64):
+    A, b = problem()
+    near = torch.linalg.solve(A, b.mT).mT * (1 + 1e-7 * torch.randn(3, 30))
+    found = [
+        conjugate_gradients(lambda v: v @ A, b, lambda v: v / A.diagonal(), 1e-10, 500, start=k * near) for k in (1, 7)
+    ]
+    assert found[0].iterations == found[1].iterations < 30
+    assert_close(found[0].x, found[1].x, rtol=1e-9, atol=1e-12)
+
+
 def test_a_row_that_has_converged_stays_where_it_is(float64):
     A, b = problem(2)
     start = torch.stack([torch.linalg.solve(A, b[0]), torch.zeros(30)])
     found = conjugate_gradients(lambda v: v @ A, b, lambda v: v, 1e-8, 500, start=start)
-    assert torch.equal(found.x[0], start[0])
+    assert_close(found.x[0], start[0], rtol=1e-10, atol=0)
     assert_close(found.x[1], torch.linalg.solve(A, b[1]), rtol=1e-4, atol=1e-8)
 
 
