@@ -36,7 +36,8 @@ class Table:
 
     def at_most(self, what: str, value: float, bar: float, detail: str, form: str = ".2f") -> None:
         """Add a figure and its bar."""
-        self.rows.append((what, f"{value:{form}} ({detail})", f"<= {bar:g}", value <= bar))
+        told = f" ({detail})" if detail else ""
+        self.rows.append((what, f"{value:{form}}{told}", f"<= {bar:g}", value <= bar))
 
     def note(self, what: str, text: str) -> None:
         """Add a figure without a bar."""

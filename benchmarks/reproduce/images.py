@@ -324,7 +324,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     text = [
         f"# Table 2: image classification\n\n`make reproduce-images`, seed 0, {machine()}. In brackets: the paper's.",
-        "A GP refined on M weighted images follows these M alone: refine on all data (`refine(tolerance=...)`), or not.",
+        "A GP refined on M weighted images follows these M alone: refine on all data (`refine(tolerance=...)`).",
     ]
     for inside in args.inside:
         table = Table2(args, inside)
