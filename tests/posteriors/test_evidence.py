@@ -204,3 +204,37 @@ def test_a_hyperprior_moves_the_optimum(float64):
         post = ntkgp.fit(problem.lin, (problem.x, problem.y), problem.make_likelihood(), "function", prior, tune=True)
         found.append(post.prior.precision.item())
     assert 100 < found[1] < 200 < abs(found[0] - found[1]) + 200
+
+
+EVERY_PRIOR = {
+    "isotropic": lambda lin: ntkgp.priors.Isotropic(lin, 0.8),
+    "diagonal": lambda lin: ntkgp.priors.Diagonal(lin, torch.linspace(0.5, 3.0, lin.num_params)),
+    "kronecker": lambda lin: ntkgp.priors.Kronecker(lin, 1.3),
+    "conv filter": lambda lin: ntkgp.priors.ConvFilterGP(lin, 0.7, 1.5),
+    "g-prior": lambda lin: ntkgp.priors.GPrior(lin, torch.linspace(0.1, 4.0, lin.num_params), by="layer"),
+}
+
+
+@pytest.mark.parametrize("at", ["map", "linear_mode"])
+@pytest.mark.parametrize("likelihood", ["gaussian", "categorical"])
+@pytest.mark.parametrize("method", ["function", "full"])
+@pytest.mark.parametrize("prior", EVERY_PRIOR)
+def test_the_gradient_holds_for_every_prior(prior, method, likelihood, at, float64):
+    """Along random directions through all hyperparameters, against central differences."""
+    problem = Problem("cnn", likelihood, n=5)
+    problem.make_prior = lambda: EVERY_PRIOR[prior](problem.lin)
+    post = problem.fit(method)
+    parameters = list(post.parameters())
+    grads = torch.autograd.grad(post.log_evidence(at), parameters)
+    start = [p.detach().clone() for p in parameters]
+    for _ in range(3):
+        direction = [torch.randn_like(p) for p in parameters]
+        direction = [d.tril() if d.ndim == 2 else d for d in direction]  # roots are triangular
+        values = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                for p, p0, d in zip(parameters, start, direction, strict=True):
+                    p.copy_(p0 + sign * 1e-5 * d)
+            values.append(sign * post.log_evidence(at).item())
+        slope = sum((g * d).sum() for g, d in zip(grads, direction, strict=True)).item()
+        assert slope == pytest.approx(sum(values) / 2e-5, rel=1e-5, abs=1e-6)
