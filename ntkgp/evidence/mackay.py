@@ -14,7 +14,7 @@ import gpytorch
 import torch
 from torch import Tensor
 
-__all__ = ["derivative_in_logarithm", "precision_step"]
+__all__ = ["derivative_in_logarithm", "noise_step", "precision_step"]
 
 _LONGEST = 10.0  # the largest factor of one step: far from the fixed point γ / q says little
 
@@ -25,6 +25,11 @@ def derivative_in_logarithm(value: Tensor, owner: gpytorch.Module, name: str) ->
     (by_raw,) = torch.autograd.grad(value, raw, retain_graph=True, allow_unused=True)
     (slope,) = torch.autograd.grad(h.sum(), raw)
     return torch.zeros_like(raw) if by_raw is None else by_raw * h.detach() / slope
+
+
+def noise_step(squares: Tensor, n: Tensor, gamma: Tensor) -> Tensor:
+    """Return ‖y − f‖² / (n − γ)."""
+    return squares / (n - gamma)
 
 
 def precision_step(precision: Tensor, gamma: Tensor, q: Tensor) -> Tensor:  # (G,)

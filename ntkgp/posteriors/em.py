@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm.auto import tqdm
 
-from ntkgp.evidence import derivative_in_logarithm, precision_step
+from ntkgp.evidence import noise_step, precision_step
 from ntkgp.likelihoods import Gaussian
 from ntkgp.posteriors.checkpoint import Checkpoint
-from ntkgp.posteriors.tuning import hidden, targets
+from ntkgp.posteriors.tuning import hidden, squared_errors
 
 if TYPE_CHECKING:
     from ntkgp.posteriors.sampled import SampledPosterior
@@ -47,10 +47,10 @@ def maximise_expectation(
     _check(posterior, at)
     state = State(0, [])
     file = None if checkpoint is None else _file(posterior, checkpoint)
-    if file is not None and file.path.exists():
-        state = _resume(posterior, file)
     before = [(p, p.detach().clone()) for p in posterior.parameters()]
     try:
+        if file is not None and file.path.exists():
+            state = _resume(posterior, file)
         with tqdm(total=steps, initial=state.step, desc="EM", disable=hidden(progress)) as bar:
             while state.step < steps and not state.finished:
                 found = _step(posterior, at)
@@ -100,11 +100,8 @@ def _step(posterior: "SampledPosterior", at: str) -> dict[str, Any]:
     }
     if isinstance(likelihood, Gaussian) and likelihood.raw_noise.requires_grad:
         noise = likelihood.noise.detach()
-        n = targets(posterior).sum()
-        with torch.enable_grad():
-            slope = derivative_in_logarithm(posterior._log_likelihood(delta), likelihood, "noise")
-        # ∂ log p / ∂ log σ² = ½(‖y − f‖²/σ² − n)
-        better = noise * (2 * slope + n) / (n - gamma.sum())
+        squares, n = (part.sum() for part in squared_errors(posterior, delta))
+        better = noise_step(squares, n, gamma.sum())
         found["noise"] = noise.tolist()
         moved = max(moved, (better / noise).log().abs().max().item())
         likelihood.noise = better
@@ -134,7 +131,8 @@ def _check(posterior: "SampledPosterior", at: str) -> None:
 
 
 def _file(posterior: "SampledPosterior", path: str | Path) -> Checkpoint:
-    identity = {"num_samples": str(posterior.num_samples), "seed": str(posterior.seed)}
+    shapes = {name: list(p.shape) for name, p in posterior.named_parameters()}
+    identity = {"num_samples": str(posterior.num_samples), "seed": str(posterior.seed), "shapes": json.dumps(shapes)}
     return Checkpoint(Path(path), {"fingerprint": posterior.lin.fingerprint()} | identity)
 
 

@@ -135,10 +135,8 @@ def weight_space_mode(
         delta, moved, steps = delta + size * step, moved + size * along, steps + 1
         value, g = psi(delta, moved), problem.gradient(delta, moved)
         visit(delta)
-        if tolerance is None:
-            converged = _finished(decrement, before, value) or size == 0
-        else:
-            converged = decrement <= tolerance**2 * problem.quadratic(delta).item() or size == 0
+        close = tolerance is not None and decrement <= tolerance**2 * problem.quadratic(delta).item()
+        converged = close or size == 0 or _finished(decrement, before, value)
     return Mode(delta, Certificate(converged, steps, problem.whiten(g).norm().item(), decrement))
 
 

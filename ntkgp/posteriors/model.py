@@ -109,14 +109,15 @@ class LinearModel:
             ours = self.ranks.part(len(self.source))
             yield ours.start, self.source[ours]
             return
-        first, empty = 0, True
+        first, batches = 0, 0
         for i, (x, y) in enumerate(self.source):
-            empty = False
             if i % self.ranks.world == self.ranks.rank:
                 yield first, checked(x, y, self.lin, self.likelihood)
-            first += len(y)
-        if empty:
+            first, batches = first + len(y), i + 1
+        if batches == 0:
             raise ValueError("data is an empty loader: at least one batch is expected")
+        if batches < self.ranks.world:
+            raise ValueError(f"data must have a batch for each of {self.ranks.world} processes, but has {batches}")
 
     def summed(self, part: Tensor) -> Tensor:
         """Return the sum over the processes that share the data."""
@@ -183,6 +184,8 @@ class LinearModel:
         ranks = Ranks.here()
         if ranks == self.ranks:
             return self
+        if isinstance(self.source, Data) and len(self.source) < ranks.world:
+            raise ValueError(f"data must have a point for each of {ranks.world} processes, but has {len(self.source)}")
         return LinearModel(self.lin, self.source, self.likelihood, self.memory_budget, ranks)
 
 

@@ -239,18 +239,20 @@ class SampledPosterior(WeightSpacePosterior):
         data say nothing. They are the solves u = B⁻¹w of the pathwise estimator of the evidence's gradient: a = Jᵀ R u.
         """
         with torch.no_grad():
-            index = self.prior.precision_index
-            shares = self._pathwise() * (self._prior_draws() - self._statistics())  # a ∘ S₀ a
+            index, changed = self.prior.precision_index, self._changed()
+            shares = changed * self.prior.precision_times(changed)  # S₀ a ∘ a
             return shares.new_zeros(len(shares), int(index.max()) + 1).index_add_(1, index, shares)
 
-    def _pathwise(self) -> Tensor:  # a, (S, P)
+    def _changed(self) -> Tensor:  # θ₀ − ζ, (S, P)
+        """Return what the data changed of the prior's draws."""
         with torch.no_grad():
-            return self.prior.precision_times(self._prior_draws() - self._statistics())
+            return self._prior_draws() - self._statistics()
 
     def _log_det(self) -> Tensor:  # ()
         """Estimate log |B| by Lanczos quadrature, its gradient by the samples."""
         estimate = self.log_det()
-        a = self._pathwise()
+        with torch.no_grad():
+            a = self.prior.precision_times(self._changed())
         surrogate = (a * self.prior.covariance_times(a)).sum() / len(a)  # its gradient, at fixed a, is that of log |B|
         total = estimate.value + surrogate - surrogate.detach()
         learnt = [p for p in self.likelihood.parameters() if p.requires_grad]

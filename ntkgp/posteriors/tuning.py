@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from ntkgp.evidence import derivative_in_logarithm, maximise, precision_step
+from ntkgp.evidence import derivative_in_logarithm, maximise, noise_step, precision_step
 from ntkgp.likelihoods import Gaussian, Likelihood
 from ntkgp.posteriors.data import as_source, gather
 
 if TYPE_CHECKING:
     from ntkgp.posteriors.base import Posterior
 
-__all__ = ["hidden", "targets", "tune"]
+__all__ = ["hidden", "squared_errors", "tune"]
 
 P = TypeVar("P", bound="Posterior")
 _FAR = 1.0  # nats a target
@@ -112,9 +112,11 @@ class Objective:
 
     def log_joint(self) -> Tensor:
         """Return log p(y | f_lin(θ)) − ½ ‖θ − m₀‖²_{S₀⁻¹}."""
-        theta = self.posterior.lin.theta
-        delta = torch.zeros_like(theta) if self.at == "map" else self.posterior.linear_mode().delta
-        return self.posterior._log_joint(delta)
+        return self.posterior._log_joint(self.delta())
+
+    def delta(self) -> Tensor:  # (P,)
+        """Return θ − θ* where the evidence is evaluated."""
+        return torch.zeros_like(self.posterior.lin.theta) if self.at == "map" else self.posterior.linear_mode().delta
 
     def log_det(self) -> Tensor:
         """Return log |B|."""
@@ -154,11 +156,11 @@ def _iterate(
             new.append((prior, "precision", precision_step(prior.precision.detach(), gamma, q)))
             found["effective_parameters"] = gamma.tolist()
         if id(_raw_noise(likelihood)) in learnt:
-            n = targets(posterior)
-            n = n.sum() if likelihood.noise.numel() == 1 else n
-            rho = n + 2 * derivative_in_logarithm(log_joint, likelihood, "noise")  # ‖y − f‖² / σ²
-            left = n + derivative_in_logarithm(log_det, likelihood, "noise")  # n − γ
-            new.append((likelihood, "noise", likelihood.noise.detach() * rho / left))
+            squares, n = squared_errors(posterior, objective.delta())
+            if likelihood.noise.numel() == 1:
+                squares, n = squares.sum(), n.sum()
+            determined = -derivative_in_logarithm(log_det, likelihood, "noise")
+            new.append((likelihood, "noise", noise_step(squares, n, determined)))
         yield found
         moved = max((value / getattr(owner, name).detach()).log().abs().max().item() for owner, name, value in new)
         for owner, name, value in new:
@@ -171,13 +173,16 @@ def _raw_noise(likelihood: Likelihood) -> nn.Parameter | None:
     return likelihood.raw_noise if isinstance(likelihood, Gaussian) else None
 
 
-def targets(posterior: "Posterior") -> Tensor:  # (C,)
-    """Return how many targets each output has, weights counted."""
-    total = torch.zeros(posterior.lin.num_outputs, dtype=posterior.lin.dtype, device=posterior.lin.device)
-    for chunk in posterior.model:
-        w = chunk.data.weights
-        total += len(chunk.data) if w is None else w.sum(0)
-    return total
+def squared_errors(posterior: "Posterior", delta: Tensor) -> tuple[Tensor, Tensor]:  # (P,) -> (C,), (C,)
+    """Return ‖y − f_lin‖² of each output, and how many targets it has; weights counted, over all processes."""
+    total = torch.zeros(2, posterior.lin.num_outputs, dtype=posterior.lin.dtype, device=posterior.lin.device)
+    with torch.no_grad():
+        for chunk in posterior.model:
+            squares, w = (chunk.data.y - posterior._moved(chunk, delta)).square(), chunk.data.weights
+            w = torch.ones_like(squares) if w is None else w.view(len(w), -1).expand_as(squares)
+            total += torch.stack([(w * squares).sum(0), w.sum(0)])
+    squares, n = posterior.model.summed(total)
+    return squares, n
 
 
 def _log(posterior: "Posterior", found: dict[str, Any], bar: tqdm) -> None:

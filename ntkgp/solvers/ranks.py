@@ -31,10 +31,12 @@ class Ranks:
         """Return the sum over ranks of what each has.
 
         Raises:
-            RuntimeError: if another rank has ended.
+            RuntimeError: if another rank has ended, or a gradient of the sum would be asked for.
         """
         if self.world == 1:
             return part
+        if part.requires_grad:
+            raise RuntimeError("gradients do not flow between processes: use tune(), or a single process")
         total = part.contiguous().clone()
         try:
             dist.all_reduce(total)

@@ -16,21 +16,20 @@ import ntkgp
 def main(out: Path, victim: int) -> None:
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
-    problem = Problem("cnn", "categorical", "grouped", n=21)
-    options = {"num_samples": 3, "tolerance": 1e-8, "preconditioner": 5}
-    data = {
-        "memory": (problem.x, problem.y),
-        "loader": DataLoader(TensorDataset(problem.x, problem.y), batch_size=4),
-    }
+    options = {"num_samples": 3, "tolerance": 1e-12, "preconditioner": 5}
     found = {}
-    for name, source in data.items():
+    for name, likelihood in (("memory", "categorical"), ("loader", "categorical"), ("noise", "gaussian")):
+        problem = Problem("cnn", likelihood, "grouped", n=21)
+        source = (problem.x, problem.y)
+        if name == "loader":
+            source = DataLoader(TensorDataset(*source), batch_size=4)
         post = ntkgp.fit(problem.lin, source, problem.make_likelihood(), "sampled", problem.make_prior(), **options)
         if dist.is_initialized() and dist.get_rank() == victim:
             raise SystemExit(3)
         post.tune(steps=2, tolerance=0, checkpoint=out / f"{name}.state")
         q = post.refine().latent(problem.x_new)
         found[name] = {
-            "precision": post.prior.precision.detach(),
+            "hyperparameters": torch.cat([p.detach().flatten() for p in post.parameters()]),
             "mean": q.mean,
             "covariance": q.covariance_matrix,
             "log_det": post.log_det().value,

@@ -53,6 +53,21 @@ def test_covariances_are_those_of_the_exact_posterior_within_their_error(network
     assert ((joint - exact).abs() <= 5 * ((variance[:, None] * variance + exact**2) / 3000).sqrt()).all()
 
 
+def test_single_precision_draws_the_same_samples():
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        torch.set_default_dtype(torch.float64)
+        problem = Problem("cnn", "categorical")
+        torch.set_default_dtype(torch.float32)
+        lin = problem.lin.to(dtype)
+        post = ntkgp.fit(
+            lin, (problem.x.to(dtype), problem.y), method="sampled", prior=ntkgp.priors.Isotropic(lin), tolerance=1e-5
+        )
+        found.append(post.latent(problem.x_new.to(dtype)).covariance_matrix)
+        assert found[-1].dtype == dtype
+    assert_close(found[1].double(), found[0], rtol=1e-3, atol=1e-3 * found[0].abs().max().item())
+
+
 def test_equal_layers_get_different_draws(float64):
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     x, y = torch.randn(10, 4), torch.randn(10, 2)

@@ -19,7 +19,7 @@ METHODS = {
 }
 
 
-def within_five_errors(samples, mean, covariance):  # (S, d), (d,), (d, d)
+def assert_within_five_errors(samples, mean, covariance):  # (S, d), (d,), (d, d)
     variance = covariance.diagonal()
     assert ((samples.mean(0) - mean).abs() <= 5 * (variance / len(samples)).sqrt() + 1e-12).all()
     centred = samples - mean
@@ -38,7 +38,7 @@ def test_functions_have_the_latent_distribution(method, float64):
     draws = post.sample_functions(S, torch.Generator().manual_seed(0))(problem.x_new)
     assert draws.shape == (S, 5, 3)
     q = post.latent(problem.x_new, joint=True)
-    within_five_errors(draws.flatten(1), q.mean.flatten(), q.covariance_matrix)
+    assert_within_five_errors(draws.flatten(1), q.mean.flatten(), q.covariance_matrix)
 
 
 def test_refined_samples_are_centred_at_the_refined_mean(float64):
@@ -46,7 +46,7 @@ def test_refined_samples_are_centred_at_the_refined_mean(float64):
     post = problem.fit("function").refine()
     draws = post.sample_functions(S, torch.Generator().manual_seed(1))(problem.x_new)
     q = post.latent(problem.x_new, joint=True)
-    within_five_errors(draws.flatten(1), q.mean.flatten(), q.covariance_matrix)
+    assert_within_five_errors(draws.flatten(1), q.mean.flatten(), q.covariance_matrix)
 
 
 def test_seeds_reproduce_bit_for_bit(float64):
