@@ -160,9 +160,20 @@ class Linearization:
         if _wants_grad(x) or _wants_grad(v):
             out = DifferentiableJVP.apply(self._net, product, partial(rebuild, x), V, *leaves(x))
         else:
-            batch = _product_batch(analysis, copies=1 + len(V))
-            out = torch.cat([product(self._net, part, V) for part in _parts(x, batch)], dim=1)
+            out = self._values_and_products(x, V)[1]
         return self._project(out).reshape(*v.shape[:-1], batch_size(x), self.num_outputs)
+
+    def value_and_jvp(self, x: Input, v: Tensor) -> tuple[Tensor, Tensor]:  # (P,) -> (N, C), (N, C)
+        """Return f(x; θ*) and J(x) v from one forward pass, without gradients."""
+        _check_shape("v", v, (self.num_params,))
+        f, (moved,) = self._values_and_products(x, v.detach().reshape(1, self.num_params))
+        return self._project(f), self._project(moved)
+
+    def _values_and_products(self, x: Input, V: Tensor) -> tuple[Tensor, Tensor]:  # (S, P)
+        analysis = self.learn(x)
+        product, batch = self._forward_product(x, analysis), _product_batch(analysis, copies=1 + len(V))
+        values, products = zip(*(product(self._net, part, V) for part in _parts(x, batch)), strict=True)
+        return torch.cat(values), torch.cat(products, dim=1)
 
     def vjp(self, x: Input, u: Tensor) -> Tensor:  # (N, C) or (S, N, C) -> (P,) or (S, P)
         """Return J(x)ᵀ u; differentiable in x and u where they require gradients."""
@@ -401,7 +412,7 @@ class Linearization:
         truth, bound = v @ pulled, tolerance(self.dtype) * v.norm(dim=1) * pulled.norm()
         for product in JVPS if analysis.forward_mode else JVPS_IN_REVERSE:
             try:
-                found = (product(self._net, x, v) * u).sum((1, 2))
+                found = (product(self._net, x, v)[1] * u).sum((1, 2))
             except (RuntimeError, NotImplementedError):  # no forward mode or no batching rule for an operation
                 continue
             if ((found - truth).abs() <= bound).all():

@@ -15,6 +15,8 @@ from ntkgp.linearization.snapshot import Snapshot
 
 __all__ = ["JVP", "JVPS", "JVPS_IN_REVERSE", "DifferentiableJVP", "vjp"]
 
+Product = tuple[Tensor, Tensor]  # f, (N, outputs), and J v, (S, N, outputs)
+
 
 def vjp(net: Snapshot, x: Input, u: Tensor, differentiable: bool = False) -> Tensor:  # (S, N, outputs) -> (S, P)
     """Return Jᵀu for S cotangents: one forward pass, S backward passes through one graph."""
@@ -28,18 +30,21 @@ def vjp(net: Snapshot, x: Input, u: Tensor, differentiable: bool = False) -> Ten
     return torch.stack([torch.cat([part.flatten() for part in row]) for row in rows])
 
 
-def jvp_vmapped(net: Snapshot, x: Input, v: Tensor) -> Tensor:  # (S, P) -> (S, N, outputs)
-    """Return J v for S tangents in one pass in forward mode: what does not depend on the tangent is computed once."""
-    return vmap(lambda tangent: _forward(net, x, tangent))(v) if len(v) > 1 else jvp_looped(net, x, v)
+def jvp_vmapped(net: Snapshot, x: Input, v: Tensor) -> Product:  # (S, P)
+    """Compute J v for S tangents in one pass in forward mode: what does not depend on the tangent is computed once."""
+    if len(v) == 1:
+        return jvp_looped(net, x, v)
+    return vmap(lambda tangent: _forward(net, x, tangent), out_dims=(None, 0))(v)  # type: ignore[arg-type]
 
 
-def jvp_looped(net: Snapshot, x: Input, v: Tensor) -> Tensor:  # (S, P) -> (S, N, outputs)
-    """Return J v in forward mode, one tangent after the other."""
-    return torch.stack([_forward(net, x, tangent) for tangent in v])
+def jvp_looped(net: Snapshot, x: Input, v: Tensor) -> Product:  # (S, P)
+    """Compute J v in forward mode, one tangent after the other."""
+    values, tangents = zip(*(_forward(net, x, tangent) for tangent in v), strict=True)
+    return values[0], torch.stack(tangents)
 
 
-def jvp_by_double_backward(net: Snapshot, x: Input, v: Tensor) -> Tensor:  # (S, P) -> (S, N, outputs)
-    """Return J v as the derivative of the linear map u -> Jᵀu, for networks without a forward mode."""
+def jvp_by_double_backward(net: Snapshot, x: Input, v: Tensor) -> Product:  # (S, P)
+    """Compute J v as the derivative of the linear map u -> Jᵀu, for networks without a forward mode."""
     parameters = list(net.parameters.values())
     with net.differentiable(), torch.enable_grad():
         f = net(x)
@@ -50,30 +55,31 @@ def jvp_by_double_backward(net: Snapshot, x: Input, v: Tensor) -> Tensor:  # (S,
         for tangent in v:
             tangents = list(net.layout.split(tangent).values())
             rows += grad([pulled[i] for i in alive], u, [tangents[i] for i in alive], retain_graph=True)
-    return torch.stack(rows)
+    return f.detach(), torch.stack(rows)
 
 
-def jvp_by_jacobian(net: Snapshot, x: Input, v: Tensor) -> Tensor:  # (S, P) -> (S, N, outputs)
-    """Return J v from the Jacobians of single examples: slow, and always possible."""
+def jvp_by_jacobian(net: Snapshot, x: Input, v: Tensor) -> Product:  # (S, P)
+    """Compute J v from the Jacobians of single examples: slow, and always possible."""
     parameters = list(net.parameters.values())
-    rows = []
+    values, rows = [], []
     for n in range(batch_size(x)):
         with net.differentiable(), torch.enable_grad():
             f = net(take(x, slice(n, n + 1)))
             basis = torch.eye(f.shape[1], dtype=f.dtype, device=f.device)
+            values.append(f.detach())
             rows.append(v @ fallback_jacobian(f, parameters, basis)[0].mT)
-    return torch.stack(rows, dim=1)
+    return torch.cat(values), torch.stack(rows, dim=1)
 
 
-def _forward(net: Snapshot, x: Input, v: Tensor) -> Tensor:  # (P,) -> (N, outputs)
+def _forward(net: Snapshot, x: Input, v: Tensor) -> Product:  # (P,) -> (N, outputs) twice
     theta = {name: parameter.detach() for name, parameter in net.parameters.items()}
     with net.differentiable():
-        return torch.func.jvp(lambda parameters: net(x, parameters), (theta,), (net.layout.split(v),))[1]
+        return torch.func.jvp(lambda parameters: net(x, parameters), (theta,), (net.layout.split(v),))  # type: ignore[return-value]
 
 
 JVPS_IN_REVERSE = (jvp_by_double_backward, jvp_by_jacobian)
 JVPS = (jvp_vmapped, jvp_looped, *JVPS_IN_REVERSE)  # fastest first
-JVP = Callable[[Snapshot, Input, Tensor], Tensor]
+JVP = Callable[[Snapshot, Input, Tensor], Product]
 
 
 class DifferentiableJVP(torch.autograd.Function):
@@ -89,7 +95,7 @@ class DifferentiableJVP(torch.autograd.Function):
         """Compute the product by ``product`` at the input that ``rebuild`` makes of its tensors."""
         ctx.net, ctx.rebuild = net, rebuild
         ctx.save_for_backward(v, *parts)
-        return product(net, rebuild(*(part.detach() for part in parts)), v.detach())
+        return product(net, rebuild(*(part.detach() for part in parts)), v.detach())[1]
 
     @staticmethod
     @once_differentiable

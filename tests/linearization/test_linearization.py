@@ -24,6 +24,9 @@ def test_every_way_to_the_jacobian_is_the_oracle_in_float64(case):
     assert relative_error(lin.vjp(x, u), torch.einsum("ncp,snc->sp", J, u)) < 1e-10
     assert relative_error(lin.jvp(x, v[0]), J @ v[0]) < 1e-10
     assert relative_error(lin.vjp(x, u[0]), torch.einsum("ncp,nc->p", J, u[0])) < 1e-10
+    f, moved = lin.value_and_jvp(x, v[1])
+    assert relative_error(f, lin(x)) < 1e-10
+    assert relative_error(moved, J @ v[1]) < 1e-10
 
 
 def test_float32_features_stay_close_to_the_float64_oracle(case):
