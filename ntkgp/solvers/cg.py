@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Product", "Solution", "conjugate_gradients"]
+__all__ = ["Product", "Solution", "conjugate_gradients", "residuals"]
 
 Product = Callable[[Tensor], Tensor]  # (S, n) -> (S, n), row by row
 
@@ -56,9 +56,8 @@ def conjugate_gradients(
     else:
         Ax = A(start)
         energy = (start * Ax).sum(1)
-        c = torch.where(energy > 0, (start * b).sum(1) / energy, 0).unsqueeze(
-            1
-        )  # the multiple nearest to x in A's norm
+        nearest = torch.where(energy > 0, (start * b).sum(1) / energy, 0)  # the multiple nearest to x in A's norm
+        c = nearest.unsqueeze(1)
         x, r, products = c * start, b - c * Ax, S
     z = precondition(r)
     p, rho = z, (r * z).sum(1)
@@ -74,3 +73,9 @@ def conjugate_gradients(
         active &= rho > tolerance**2 * scale
         iterations, products = iterations + 1, products + S
     return Solution(x, (rho / scale).clamp(min=0).sqrt(), iterations, products)
+
+
+def residuals(left: Tensor, b: Tensor, precondition: Product) -> Tensor:  # (S, n), (S, n) -> (S,)
+    """Return ‖b − A x‖ / ‖b‖ in the norm of M⁻¹, given what is left of b."""
+    sizes = [(v * precondition(v)).sum(1).clamp(min=0) for v in (left, b)]
+    return (sizes[0] / sizes[1].clamp(min=torch.finfo(b.dtype).tiny)).sqrt()
