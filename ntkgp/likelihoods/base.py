@@ -195,12 +195,20 @@ class Likelihood(gpytorch.likelihoods.Likelihood):
             f: latent values, (N, C).
             weights: how many points each stands for, (N,), or by site, (N, T); a mask is a weight of 0.
         """
-        r, R = self.residual(y, f), self.site_root(y, f)
+        R = self.site_root(y, f)
         if weights is not None:
             w = weights if weights.ndim == 2 else weights.unsqueeze(-1).expand(R.shape[:2])
             R = R * w.sqrt()[..., None, None]
-            r = r * w.repeat(1, R.shape[-2])
+        r = self.weighted_residual(y, f, weights)
         return Expansion(self.weighted_log_prob(y, f, weights), r, SiteBlocks(R))
+
+    def weighted_residual(self, y: Tensor, f: Tensor, weights: Tensor | None = None) -> Tensor:  # (N, C)
+        """Return w_n r_n."""
+        r = self.residual(y, f)
+        if weights is None:
+            return r
+        w = weights if weights.ndim == 2 else weights.unsqueeze(-1)
+        return r * w.repeat(1, r.shape[-1] // w.shape[-1])
 
     def weighted_log_prob(self, y: Tensor, f: Tensor, weights: Tensor | None = None) -> Tensor:  # ()
         """Return Σ_n w_n log p(y_n | f_n)."""

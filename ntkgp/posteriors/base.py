@@ -320,8 +320,25 @@ class Posterior(gpytorch.Module):
         self._last_mode = mode.delta  # where the next search, under other hyperparameters, starts
         return mode
 
-    def search(self, **options: Any) -> Mode:
-        """Return the mode of the linear model within a tolerance, where that is cheaper than exactly."""
+    def search(self, solver: str = "newton", **options: Any) -> Mode:
+        """Return the mode of the linear model within a tolerance, where that is cheaper than exactly.
+
+        Args:
+            solver: "newton" for inexact Newton steps over all data, in weight space
+                (:meth:`WeightSpacePosterior.newton`); "descent" for minibatches, whatever the posterior
+                (:func:`ntkgp.posteriors.descent.descend`).
+            options: of the solver.
+        """
+        if solver == "newton":
+            return self.newton(**options)
+        if solver == "descent":
+            from ntkgp.posteriors.descent import descend
+
+            return descend(self, **options)
+        raise ValueError(f'solver must be "newton" or "descent", but is {solver!r}')
+
+    def newton(self, **options: Any) -> Mode:
+        """Return the mode by inexact Newton steps, where a structure has them."""
         raise ValueError(f"method={self.method!r} finds the mode exactly and takes no {', '.join(options)}")
 
     # Tuning and refinement
@@ -338,8 +355,9 @@ class Posterior(gpytorch.Module):
         Args:
             method: "laplace" for the mode θ_⋆ with Λ there; "variational" for the Gaussian that minimises the
                 Kullback-Leibler divergence, K⁻¹(m − μ₀) = E_q[r] and S = (K⁻¹ + E_q[Λ])⁻¹.
-            options: of the variational method, or of an approximate search for the mode in weight space, for data that
-                are streamed: ``tolerance``, ``steps`` and ``checkpoint``; see :meth:`WeightSpacePosterior.search`.
+            options: of the variational method, or of an approximate search for the mode, for data that are streamed or
+                many, see :meth:`search`: ``solver="descent"`` with ``data``, ``epochs``, ``batch_size`` ..., or Newton
+                steps with ``tolerance``, ``steps`` and ``checkpoint``.
         """
         if method == "laplace":
             mode = self.search(**options) if options else self.linear_mode()

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, RandomSampler, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, default_collate
 
 from ntkgp.likelihoods import Likelihood
 from ntkgp.linearization import Linearization
@@ -61,15 +61,35 @@ def as_source(data: Any, lin: Linearization, likelihood: Likelihood, weights: Te
 
 def _in_order(loader: DataLoader) -> DataLoader:
     """Return a loader that does not shuffle: what is known of the points is kept from one pass to the next."""
-    if not isinstance(loader.sampler, RandomSampler) or loader.batch_size is None:
+    return _with_sampler(loader, None) if isinstance(loader.sampler, RandomSampler) else loader
+
+
+def _with_sampler(loader: DataLoader, sampler: Sampler | None) -> DataLoader:
+    """Return a loader of the same data in another order; one that decides itself stays what it is."""
+    if loader.batch_size is None or isinstance(loader.dataset, IterableDataset):
         return loader
     return DataLoader(
         loader.dataset,
         loader.batch_size,
+        sampler=sampler,
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
     )
+
+
+def shuffled(
+    source: Source, size: int, generator: torch.Generator, lin: Linearization, likelihood: Likelihood
+) -> Iterator[Data]:
+    """Yield all points once, in random order."""
+    if isinstance(source, Data):
+        for index in torch.randperm(len(source), generator=generator).split(size):
+            yield source[index.to(source.y.device)]
+        return
+    dataset = source.dataset
+    sampler = None if isinstance(dataset, IterableDataset) else RandomSampler(dataset, generator=generator)  # type: ignore[arg-type]
+    for x, y in _with_sampler(source, sampler):
+        yield checked(x, y, lin, likelihood)
 
 
 def checked(x: Input, y: Tensor, lin: Linearization, likelihood: Likelihood, weights: Tensor | None = None) -> Data:

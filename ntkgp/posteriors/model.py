@@ -10,10 +10,10 @@ from torch import Tensor
 from ntkgp.likelihoods import Likelihood
 from ntkgp.linearization import Features, Linearization
 from ntkgp.linearization.inputs import map_leaves
-from ntkgp.posteriors.data import Data, Source, checked
+from ntkgp.posteriors.data import Data, Source, checked, shuffled
 from ntkgp.solvers import ALONE, Ranks
 
-__all__ = ["Chunk", "LinearModel"]
+__all__ = ["Chunk", "LinearModel", "Minibatch"]
 
 
 @dataclass
@@ -22,8 +22,8 @@ class Chunk:
 
     data: Data
     lin: Linearization
-    start: int  # which of this process's training points is the first
-    first: int  # which of all training points that is
+    points: slice | Tensor  # which of this process's training points these are
+    first: int  # which of all training points is the first, where they lie side by side
     kept: bool  # whether features stay for the next pass, so that products with J should come from them
 
     @cached_property
@@ -52,14 +52,17 @@ class Chunk:
         """
         return self.kept or "F" in self.__dict__ or self.lin.num_outputs <= 2 * S
 
-    @property
-    def points(self) -> slice:
-        """Which of this process's training points these are."""
-        return slice(self.start, self.start + len(self.data))
-
     def log_prob(self, likelihood: Likelihood, f: Tensor) -> Tensor:  # ()
         """Return the weighted log likelihood of latent values f."""
         return likelihood.weighted_log_prob(self.data.y, f, self.data.weights)
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """A few points in no particular order: this process's share of them."""
+
+    data: Data
+    size: int  # how many they are with those of the other processes
 
 
 class LinearModel:
@@ -92,7 +95,7 @@ class LinearModel:
         """Yield all training points in order, in chunks; all in one if their features are kept."""
         if self.kept:
             ours = self.ranks.part(len(self.data))
-            self._chunk = self._chunk or Chunk(self.data[ours], self.lin, 0, ours.start, kept=True)
+            self._chunk = self._chunk or self._chunk_of(self.data[ours], 0, ours.start, kept=True)
             yield self._chunk
             return
         position = 0
@@ -100,8 +103,20 @@ class LinearModel:
             self.lin.learn(data.x)
             step = max(1, self.memory_budget // (4 * self._bytes_each))
             for start in range(0, len(data), step):
-                yield Chunk(data[start : start + step], self.lin, position + start, first + start, kept=False)
+                yield self._chunk_of(data[start : start + step], position + start, first + start, kept=False)
             position += len(data)
+
+    def _chunk_of(self, data: Data, start: int, first: int, kept: bool) -> Chunk:
+        return Chunk(data, self.lin, slice(start, start + len(data)), first, kept)
+
+    def shuffled_chunks(self, size: int, generator: torch.Generator) -> Iterator[Chunk]:
+        """Yield all points in chunks that know their places: at random if they are in memory, else as they lie."""
+        if not isinstance(self.source, Data):
+            yield from self
+            return
+        for index in torch.randperm(len(self.source), generator=generator).split(size):
+            index = index.to(self.source.y.device)
+            yield Chunk(self.source[index], self.lin, index, 0, kept=False)
 
     def _batches(self) -> Iterator[tuple[int, Data]]:
         """Yield our batches, each with the number of points before it; of a loader every W-th batch."""
@@ -118,6 +133,16 @@ class LinearModel:
             raise ValueError("data is an empty loader: at least one batch is expected")
         if batches < self.ranks.world:
             raise ValueError(f"data must have a batch for each of {self.ranks.world} processes, but has {batches}")
+
+    def minibatches(self, size: int, generator: torch.Generator) -> Iterator[Minibatch]:
+        """Yield all points once, in random order; processes share each minibatch.
+
+        Args:
+            size: how many points at a time; a loader has its own size.
+            generator: of the order; that of an iterable dataset is its own.
+        """
+        for data in shuffled(self.source, size, generator, self.lin, self.likelihood):
+            yield Minibatch(data[self.ranks.part(len(data))], len(data))
 
     def summed(self, part: Tensor) -> Tensor:
         """Return the sum over the processes that share the data."""

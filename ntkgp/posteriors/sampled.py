@@ -1,7 +1,7 @@
 """Samples of the exact posterior for models too large to factorise, from linear systems alone."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any, Self
 
@@ -13,13 +13,15 @@ from ntkgp.likelihoods import SiteBlocks
 from ntkgp.linearization import Features
 from ntkgp.linearization.inputs import Input
 from ntkgp.posteriors.data import Data, draw
+from ntkgp.posteriors.descent import KRONECKER_POINTS, kronecker_preconditioner
 from ntkgp.posteriors.function_space import FunctionSpacePosterior
 from ntkgp.posteriors.model import Chunk, split
 from ntkgp.posteriors.weight_space import WeightSpacePosterior
-from ntkgp.solvers import Product, Solution
+from ntkgp.solvers import Product, Rows, Solution, dual_descent, gradient_descent
 
 __all__ = ["SampledPosterior"]
 
+SOLVERS = ("cg", "descent", "dual")
 _SUBSET_ROWS = 6000  # rows of B of the subset that preconditions: factorised in a second
 _BLOCK = 256  # points whose noise comes from one seed
 
@@ -43,6 +45,10 @@ class SampledPosterior(WeightSpacePosterior):
         tolerance: of the linear systems, relative, in the norm that the preconditioner defines.
         max_iterations: passes over the data for the samples, at most.
         preconditioner: how many points precondition the linear systems; by default what is factorised in a second.
+        solver: "cg" for conjugate gradients, an iteration a pass; or ``max_iterations`` passes by minibatches, for one
+            process: "descent" down the gradient, with a Kronecker-factored preconditioner, or "dual" over a number for
+            each output, Matheron's rule as it stands.
+        batch_size: points in a minibatch; a loader has its own.
     """
 
     method = "sampled"
@@ -56,6 +62,8 @@ class SampledPosterior(WeightSpacePosterior):
         tolerance: float = 1e-2,
         max_iterations: int = 100,
         preconditioner: int | None = None,
+        solver: str = "cg",
+        batch_size: int = 256,
     ) -> None:
         super().__init__(*state)
         if num_samples < 1:
@@ -63,8 +71,14 @@ class SampledPosterior(WeightSpacePosterior):
         if not 0 < tolerance < 1:
             raise ValueError(f"tolerance must be between 0 and 1, but is {tolerance}")
         self.num_samples, self.seed, self.tolerance, self.max_iterations = num_samples, seed, tolerance, max_iterations
-        self.preconditioner = preconditioner
+        if solver not in SOLVERS:
+            raise ValueError(f"solver must be one of {', '.join(SOLVERS)}, but is {solver!r}")
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, but is {batch_size}")
+        self.preconditioner, self.solver, self.batch_size = preconditioner, solver, batch_size
         self.model = self.model.shared()
+        if solver != "cg" and self.model.ranks.world > 1:
+            raise ValueError(f'solver="{solver}" runs in one process, but there are {self.model.ranks.world}: use "cg"')
         self.solution: Solution | None = None  # of the last samples: residuals and counts
         self._last: Tensor | None = None  # where the next solve starts: samples, and the step to the mode
         self._step: Tensor | None = None  # from the mean to the mode, to first order
@@ -74,7 +88,7 @@ class SampledPosterior(WeightSpacePosterior):
 
     @property
     def _options(self) -> dict[str, Any]:
-        names = ("num_samples", "seed", "tolerance", "max_iterations", "preconditioner")
+        names = ("num_samples", "seed", "tolerance", "max_iterations", "preconditioner", "solver", "batch_size")
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -179,6 +193,32 @@ class SampledPosterior(WeightSpacePosterior):
             raise ValueError(f"there are {self.num_samples} samples, but {n} are wanted: fit with num_samples={n}")
         zeta = self._statistics()
         return zeta[torch.randperm(self.num_samples, generator=generator, device=zeta.device)[:n]]
+
+    # Solvers
+
+    def _solve(self, b: Tensor, root: Callable[[Chunk], SiteBlocks], *args: Any, **kwargs: Any) -> Solution:  # (S, P)
+        return super()._solve(b, root, *args, **kwargs) if self.solver == "cg" else self._descend(b, root, *args)
+
+    def _descend(
+        self, b: Tensor, root: Callable[[Chunk], SiteBlocks], tolerance: float, start: Tensor | None = None
+    ) -> Solution:  # (S, P)
+        """Solve by minibatches; the tolerance is what the certificate is compared with, not what is aimed at."""
+        model, prior, N = self.model, self.prior, len(self._f_here())
+
+        def batches(epoch: int) -> Iterator[Rows]:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            for chunk in model.shuffled_chunks(self.batch_size, generator):
+                yield _rows(chunk, root(chunk), N)
+
+        if self.solver == "dual":
+            R = root(next(iter(model))).values
+            shape = N, R.shape[-3] * R.shape[-1]
+            return dual_descent(
+                batches, prior.covariance_times, prior.precision_times, b, shape, self.max_iterations, start, self.seed
+            )
+        points = draw(model.source, self.lin, self.likelihood, KRONECKER_POINTS, self.seed)
+        precondition = kronecker_preconditioner(model, prior, self.likelihood, self.shift, *points)
+        return gradient_descent(batches, prior.precision_times, b, precondition, self.max_iterations, start, self.seed)
 
     # The preconditioner
 
@@ -314,6 +354,16 @@ class SampledPosterior(WeightSpacePosterior):
         from ntkgp.posteriors.em import maximise_expectation
 
         return maximise_expectation(self, at, **options)
+
+
+def _rows(chunk: Chunk, R: SiteBlocks, N: int) -> Rows:
+    """Return the rows Rᵀ J of the points of a chunk."""
+    return Rows(
+        chunk.points,
+        len(chunk.data) / N,
+        lambda x: R.mT.apply(chunk.push(x)),
+        lambda u: chunk.pull(R.apply(u)),
+    )
 
 
 def _noise(seed: int, stream: int, shape: tuple[int, ...]) -> Tensor:

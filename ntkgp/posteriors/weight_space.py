@@ -84,7 +84,7 @@ class WeightSpacePosterior(Posterior):
     _newton_tolerance: float | None = None  # of the linear system of a Newton step; by default half of the digits
     _mode_tolerance: float | None = None  # of the mode; by default to rounding
 
-    def search(self, tolerance: float = 1e-2, steps: int = 100, checkpoint: str | Path | None = None) -> Mode:  # type: ignore[override]
+    def newton(self, tolerance: float = 1e-2, steps: int = 100, checkpoint: str | Path | None = None) -> Mode:  # type: ignore[override]
         """Return θ_⋆ − θ* within a tolerance, by inexact Newton steps: passes of J v and Jᵀu over the data.
 
         Args:

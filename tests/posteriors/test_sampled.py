@@ -225,3 +225,25 @@ def test_what_samples_cannot_do_is_said(float64):
         post.tune()
     with pytest.raises(ValueError, match="one Gaussian noise"):
         post.log_evidence()
+
+
+@pytest.mark.parametrize(("solver", "passes", "bound"), [("descent", 100, 0.05), ("dual", 300, 1e-5)])
+@pytest.mark.parametrize("likelihood", ["gaussian", "categorical"])
+@pytest.mark.parametrize("data", ["memory", "loader"])
+def test_minibatches_find_the_same_samples(solver, passes, bound, likelihood, data, float64):
+    problem = Problem("mlp", likelihood, n=24)
+    problem.make_prior = lambda: ntkgp.priors.Isotropic(problem.lin, 10.0)  # the dual's rate goes with the prior's
+    options = {"num_samples": 3, "max_iterations": passes, "tolerance": 0.1, "batch_size": 8, "solver": solver}
+    truth = problem.fit("sampled", num_samples=3, tolerance=1e-11)._statistics()
+    source = problem.x, problem.y
+    if data == "loader":
+        source = DataLoader(TensorDataset(*source), batch_size=8)
+    post = ntkgp.fit(problem.lin, source, problem.make_likelihood(), "sampled", problem.make_prior(), **options)
+    assert (post._statistics() - truth).norm() <= bound * truth.norm()
+    assert post.solution.residual <= bound
+    assert post.solution.iterations == passes
+
+
+def test_an_unknown_solver_is_named(float64):
+    with pytest.raises(ValueError, match="solver must be one of cg, descent, dual, but is 'magic'"):
+        Problem().fit("sampled", solver="magic")
