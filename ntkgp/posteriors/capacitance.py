@@ -11,6 +11,7 @@ from ntkgp.likelihoods import SiteBlocks
 from ntkgp.linearization import Features
 from ntkgp.operators import gram
 from ntkgp.priors import Covariance
+from ntkgp.solvers import ALONE, Ranks
 
 __all__ = ["capacitance", "log_det", "pairwise_gram"]
 
@@ -43,17 +44,44 @@ class _LogDet(torch.autograd.Function):
         return g * torch.cholesky_inverse(L), None
 
 
-def pairwise_gram(features: Callable[[], Iterable[Features]], S: dict[str, Covariance]) -> Tensor:  # (N C, N C)
-    """Return J S Jᵀ, chunk against chunk: where features are not kept, they are computed again for every pair."""
+def pairwise_gram(
+    features: Callable[[], Iterable[Features]], S: dict[str, Covariance], ranks: Ranks = ALONE
+) -> Tensor:  # (N C, N C)
+    """Return J S Jᵀ, part against part: where features are not kept, they are computed again for every pair.
+
+    Several processes share the tiles of the lower triangle, and add up what each has.
+    """
+    if ranks.world == 1:
+        return _assembled(_tiles(features, S, lambda i, j: True))
+    finer = lambda: (part for F in features() for part in _parts(F, 2 * ranks.world))  # noqa: E731
+    return ranks.summed(_assembled(_tiles(finer, S, lambda i, j: (i + j) % ranks.world == ranks.rank)))
+
+
+def _tiles(
+    features: Callable[[], Iterable[Features]], S: dict[str, Covariance], ours: Callable[[int, int], bool]
+) -> list[list[Tensor]]:
+    """Return the tiles (i, j <= i), with zeros for those of others."""
     rows: list[list[Tensor]] = []
     for i, F in enumerate(features()):
         rows.append([])
         for j, other in enumerate(features()):
-            if j == i:
-                rows[-1].append(gram(F, None, S))
+            if ours(i, j):
+                rows[-1].append(gram(F, None if i == j else other, S))
+            else:
+                C = F.num_outputs
+                rows[-1].append(F.like.new_zeros(F.num_examples * C, other.num_examples * C))
+            if i == j:
                 break
-            rows[-1].append(gram(F, other, S))
+    return rows
+
+
+def _assembled(rows: list[list[Tensor]]) -> Tensor:
     if len(rows) == 1:
         return rows[0][0]
     both = [[rows[i][j] if j <= i else rows[j][i].mT for j in range(len(rows))] for i in range(len(rows))]
     return torch.cat([torch.cat(row, dim=1) for row in both])
+
+
+def _parts(F: Features, count: int) -> Iterable[Features]:
+    step = -(-F.num_examples // count)
+    return (F[start : start + step] for start in range(0, F.num_examples, step))

@@ -17,6 +17,7 @@ from ntkgp.posteriors.capacitance import capacitance, log_det, pairwise_gram
 from ntkgp.posteriors.data import checked, joined
 from ntkgp.posteriors.mode import Mode, function_space_mode
 from ntkgp.priors import Covariance, LinearPrior
+from ntkgp.solvers import Ranks
 
 __all__ = ["FunctionSpacePosterior"]
 
@@ -25,7 +26,7 @@ class FunctionSpacePosterior(Posterior):
     r"""q(f(x)) with covariance K_** − K_*N R B⁻¹ Rᵀ K_N*, full kernel and full blocks Λ = R Rᵀ.
 
     Fitting costs one Gram matrix and one Cholesky factorisation; a prediction one pass over x, one product with the
-    training features, and one triangular solve.
+    training features, and one triangular solve. Under ``torchrun`` processes share the tiles of the Gram matrix.
     """
 
     method = "function"
@@ -97,7 +98,7 @@ class FunctionSpacePosterior(Posterior):
         return self._gram_under(self.prior.covariances())
 
     def _gram_under(self, S: dict[str, Covariance]) -> Tensor:  # J S Jᵀ, (N C, N C)
-        return pairwise_gram(lambda: (chunk.F for chunk in self.model), S)
+        return pairwise_gram(lambda: (chunk.F for chunk in self.model), S, Ranks.here())
 
     def _factor(self) -> tuple[Tensor, SiteBlocks]:
         """Return the Cholesky factor of B, and R."""
@@ -107,7 +108,7 @@ class FunctionSpacePosterior(Posterior):
         with torch.no_grad():
             if self._atoms is not None:
                 return capacitance(self._gram(), self._site_roots())
-            B = pairwise_gram(self._weighted, self.prior.covariances())
+            B = pairwise_gram(self._weighted, self.prior.covariances(), Ranks.here())
             B.diagonal().add_(1)
             return B
 
