@@ -1,6 +1,6 @@
 """Evidence at scale: estimators, preconditioners, tuning, and the linear model of all of FashionMNIST.
 
-    python benchmarks/evidence.py --data DIR [--only products,ranks,solvers,tuning,full] [--threads 2]
+    python benchmarks/evidence.py --data DIR [--only products,ranks,solvers,tuning,full,refinement] [--threads 2]
 
 Each section prints its rows and keeps its figures in benchmarks/results/evidence/<section>.json; the table is made of
 what is there. Everything runs in one process, one section after the other.
@@ -12,15 +12,18 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 import ntkgp
-from ntkgp.posteriors.model import Chunk
+from ntkgp.posteriors.data import as_source, draw
+from ntkgp.posteriors.descent import KRONECKER_POINTS, Objective, Run, kronecker_preconditioner
+from ntkgp.posteriors.model import Chunk, LinearModel, Minibatch
 from ntkgp.report import metrics
-from ntkgp.solvers import Nystrom, conjugate_gradients
+from ntkgp.solvers import Momentum, Nystrom, conjugate_gradients
 
 sys.path.insert(0, str(Path(__file__).parent / "reproduce"))
 from harness import HERE, Table, commit, machine, median, peak_mb, run_json
@@ -196,13 +199,15 @@ def _refused(*args: object, **kwargs: object) -> None:
 
 
 class Passes:
-    """Count passes over the data: J v, Jᵀu and f of chunks whose features are not kept, as the subset's are."""
+    """Count passes over the data: chunks whose features are not kept, as the subset's are, and minibatches."""
 
     def __init__(self, N: int) -> None:
-        self.N, self.examples = N, {"push": 0, "pull": 0}
-        self.replaced = {name: getattr(Chunk, name) for name in self.examples}
+        self.N, self.examples = N, {"push": 0, "pull": 0, "minibatches": 0}
+        self.replaced = {name: getattr(Chunk, name) for name in ("push", "pull")}
         for name, method in self.replaced.items():
             setattr(Chunk, name, self._counted(name, method))
+        self.part = Objective.likelihood_part
+        Objective.likelihood_part = self._counted_part
 
     def _counted(self, name: str, method: Callable) -> Callable:
         def call(chunk: Chunk, v: Tensor) -> Tensor:
@@ -211,11 +216,21 @@ class Passes:
 
         return call
 
+    @property
+    def _counted_part(self) -> Callable:
+        def call(objective: Objective, batch: Minibatch, delta: Tensor) -> tuple[Tensor, Tensor]:
+            self.examples["minibatches"] += batch.size
+            return self.part(objective, batch, delta)
+
+        return call
+
     def stop(self) -> float:
-        """Return the number of passes: the larger of both counts, and one for f."""
+        """Return the number of passes: the larger of both products' counts, minibatches, and one for f."""
         for name, method in self.replaced.items():
             setattr(Chunk, name, method)
-        return 1 + max(self.examples.values()) / self.N
+        Objective.likelihood_part = self.part
+        pairs = max(self.examples["push"], self.examples["pull"])
+        return 1 + (pairs + self.examples["minibatches"]) / self.N
 
 
 def full(args: argparse.Namespace) -> dict:
@@ -231,68 +246,144 @@ def full(args: argparse.Namespace) -> dict:
         "threads": args.threads,
     }
     start = time.perf_counter()
-    prior = ntkgp.priors.Grouped(lin, by="layer", precision=10.0)
-    few = ntkgp.fit(
-        lin,
-        (x[:6000], y[:6000]),
-        "categorical",
-        "sampled",
-        prior,
-        num_samples=8,
-        tolerance=0.05,
-    )
-    few.tune(steps=args.em, tolerance=0.05)
-    found["em"] = few.history
-    found["em seconds"] = time.perf_counter() - start
+    # Each of the 6,000 stands for ten: the precisions are for the model of all images.
+    few = weighted(lin, x, y).tune(steps=args.em, tolerance=0.05, search=SEARCH)
+    found["em"], found["em seconds"] = few.history, time.perf_counter() - start
     print("EM", found["em seconds"], few.history[-1], flush=True)
     counter = Passes(len(x))
     post = ntkgp.fit(
-        lin,
-        (x, y),
-        "categorical",
-        "sampled",
-        few.prior,
-        num_samples=8,
-        tolerance=0.1,
-        max_iterations=12,
-        preconditioner=1000,
-        memory_budget=2 << 30,
-    )
+        lin, (x, y), "categorical", "sampled", few.prior, num_samples=8, tolerance=0.1, max_iterations=11,
+        preconditioner=2000, memory_budget=1 << 30,
+    )  # fmt: skip
     found["samples"] = {"iterations": post.solution.iterations, "residual": post.solution.residual}
     print("samples", time.perf_counter() - start, found["samples"], counter.examples, flush=True)
-    refined = post.refine(curvature_at="map")
+    refined = post.refine(curvature_at="map", **SEARCH)
     found["passes"], found["seconds"] = counter.stop(), time.perf_counter() - start
     found["examples"], found["certificate"] = counter.examples, vars(refined.certificate)
     found["peak"] = peak_mb()
     print("refined", found["seconds"], found["passes"], found["certificate"], found["peak"], flush=True)
-    found["scores"] = {"MAP": scored(post.predict(x_test, predictive="map"), y_test)}
-    found["scores"]["samples around the network"] = scored(post.predict(x_test), y_test)
-    found["scores"]["samples around the mode"] = scored(refined.predict(x_test), y_test)
-    found["scores"]["mode alone"] = scored(_alone(refined, x_test), y_test)
+    score = lambda name, prediction: found.setdefault("scores", {}).update({name: scored(prediction, y_test)})  # noqa: E731
+    score("MAP", post.predict(x_test, predictive="map"))
+    score("mean and samples, evidence at θ_⋆", refined.predict(x_test))
+    score("mean alone", _alone(refined, x_test))
+    score("samples around the network", post.predict(x_test))
     print(found["scores"], flush=True)
-    at_map = ntkgp.fit(
-        lin,
-        (x[:6000], y[:6000]),
-        "categorical",
-        "sampled",
-        ntkgp.priors.Grouped(lin, by="layer", precision=10.0),
-        num_samples=8,
-        tolerance=0.05,
-    ).tune(at="map", steps=args.em, tolerance=0.05)
-    found["scores"]["evidence at θ*, 6,000 images"] = scored(at_map.predict(x_test), y_test)
-    found["scores"]["evidence at θ_⋆, 6,000 images"] = scored(few.predict(x_test), y_test)
-    last = ntkgp.fit(lin, (x, y), "categorical", "last_layer", memory_budget=2 << 30)
-    found["scores"]["last layer, tuned"] = scored(last.predict(x_test), y_test)
-    kron = ntkgp.fit(lin, (x[:6000], y[:6000]), "categorical", "kron", ntkgp.priors.Grouped(lin, by="layer"), tune=True)
-    found["scores"]["kron of 6,000, tuned"] = scored(kron.predict(x_test), y_test)
+    at_map = weighted(lin, x, y).tune(at="map", steps=args.em, tolerance=0.05)
+    score("samples of 6,000 around the network, evidence at θ*", at_map.predict(x_test))
+    score("the same, evidence at θ_⋆", few.predict(x_test))
+    last = ntkgp.fit(lin, (x, y), "categorical", "last_layer", memory_budget=1 << 30)
+    score("last layer, tuned", last.predict(x_test))
+    kron = kronecker(lin, x, y)
+    score("kron of 6,000, tuned", kron.predict(x_test))
+    score("the same, refined on all", kron.refine(data=(x, y), **SEARCH).predict(x_test))
     return found
+
+
+FEW = 6000
+SEARCH = {"solver": "descent", "epochs": 3}
+
+
+def weighted(lin: ntkgp.Linearization, x: Tensor, y: Tensor) -> ntkgp.Posterior:
+    """Return samples of the posterior of 6,000 images that stand for all."""
+    prior = ntkgp.priors.Grouped(lin, by="layer", precision=10.0)
+    weights = torch.full((FEW,), len(x) / FEW)
+    options = {"num_samples": 8, "tolerance": 0.1, "preconditioner": 2000, "max_iterations": 30}
+    return ntkgp.fit(lin, (x[:FEW], y[:FEW]), "categorical", "sampled", prior, weights=weights, **options)
+
+
+def kronecker(lin: ntkgp.Linearization, x: Tensor, y: Tensor) -> ntkgp.Posterior:
+    """Return the Kronecker-factored posterior of 6,000 images that stand for all, tuned by MacKay's steps."""
+    prior = ntkgp.priors.Grouped(lin, by="layer", precision=10.0)
+    weights = torch.full((FEW,), len(x) / FEW)
+    post = ntkgp.fit(lin, (x[:FEW], y[:FEW]), "categorical", "kron", prior, weights=weights)
+    return post.tune(method="fixed_point", steps=8, search=SEARCH)
+
+
+# 5. Refinement at scale
+
+
+def refinement(args: argparse.Namespace) -> dict:
+    """Refine a LeNet after two epochs and a converged one, beside training them on for as many seconds."""
+    x, y = images(args.data, "fashion_mnist", "train")
+    x_test, y_test = images(args.data, "fashion_mnist", "test")
+    found = {}
+    for epochs in (2, args.converged):
+        net = trained(args.data, args.cache, epochs)
+        lin = ntkgp.Linearization(net, example=x[:2])
+        with torch.no_grad():
+            forward = seconds(lambda: [net(part) for part in x.split(256)])  # noqa: B023
+        prior = ntkgp.priors.Isotropic(lin, 10.0)
+        start = time.perf_counter()
+        post = ntkgp.fit(lin, (x[:1000], y[:1000]), "categorical", "kron", prior, weights=torch.full((1000,), 60.0))
+        fitting = time.perf_counter() - start
+        rows = {"MAP": scored(post.predict(x_test, predictive="map"), y_test)}
+        for passes in (1, 3):
+            start = time.perf_counter()
+            refined = post.refine(data=(x, y), solver="descent", epochs=passes)
+            elapsed = time.perf_counter() - start
+            certificate = vars(refined.certificate)
+            mean = scored(_alone(refined, x_test), y_test)
+            more = scored_network(continued(net, x, y, elapsed), x_test, y_test)
+            rows[f"refined, {passes} epochs"] = mean | {"seconds": elapsed, "certificate": certificate}
+            rows[f"trained on for {elapsed:.0f} s"] = more
+            print(epochs, passes, elapsed, mean, more, certificate, flush=True)
+        rows["refined, 3 epochs, with Kronecker covariance"] = scored(refined.predict(x_test), y_test)
+        pairs = Counted(lin, prior, x, y)
+        found[str(epochs)] = {"rows": rows, "forward": forward, "epoch": pairs.seconds(), "kron": fitting}
+        print(epochs, found[str(epochs)]["epoch"] / forward, flush=True)
+    return found
+
+
+class Counted:
+    """One epoch of descent by itself, without the passes before and after it."""
+
+    def __init__(self, lin: ntkgp.Linearization, prior: ntkgp.priors.Prior, x: Tensor, y: Tensor) -> None:
+        likelihood = ntkgp.likelihoods.Categorical()
+        model = LinearModel(lin, as_source((x, y), lin, likelihood), likelihood)
+        chosen, N = draw(model.source, lin, likelihood, KRONECKER_POINTS, 0)
+        precondition = kronecker_preconditioner(model, prior, likelihood, None, chosen, N)
+        self.run = Run(Objective(model, prior, likelihood, N), precondition, 1, 256, 0)
+        self.start = torch.zeros_like(lin.theta).unsqueeze(0)
+
+    def seconds(self) -> float:
+        """Return the median of three epochs."""
+        with torch.no_grad():
+            return seconds(lambda: self.run._epoch(Momentum.at(self.start), 0, 1e-3))
+
+
+def continued(net: nn.Module, x: Tensor, y: Tensor, budget: float, decay: float = 1e-5) -> nn.Module:
+    """Train a copy of the network for so many seconds more: Adam, its rate falling to zero with the time."""
+    net, start = deepcopy(net).train(), time.perf_counter()
+    optimizer, generator = torch.optim.Adam(net.parameters(), 2e-3), torch.Generator().manual_seed(1)
+    while True:
+        for index in torch.randperm(len(x), generator=generator).split(128):
+            left = 1 - (time.perf_counter() - start) / budget
+            if left <= 0:
+                return net.eval()
+            for group in optimizer.param_groups:
+                group["lr"] = 2e-3 * left
+            optimizer.zero_grad()
+            penalty = decay / 2 * sum(p.square().sum() for p in net.parameters())
+            (nn.functional.cross_entropy(net(x[index]), y[index]) + penalty).backward()
+            optimizer.step()
+
+
+def scored_network(net: nn.Module, x: Tensor, y: Tensor) -> dict[str, float]:
+    with torch.no_grad():
+        f = torch.cat([net(part) for part in x.split(500)])
+    return {
+        "nll": nn.functional.cross_entropy(f, y).item(),
+        "accuracy": metrics.accuracy(f.softmax(-1), y),
+        "ece": metrics.expected_calibration_error(f.softmax(-1), y),
+    }
 
 
 def _alone(post: ntkgp.Posterior, x: Tensor) -> ntkgp.posteriors.Prediction:
     """Predict with the mean and no covariance."""
     from ntkgp.posteriors.prediction import Latent, predictive_of
 
-    f = post.latent(x).mean
+    with torch.no_grad():
+        f = torch.cat([post.lin(part) + post.lin.jvp(part, post.shift) for part in x.split(500)])
     return predictive_of(post.likelihood, [Latent(samples=f.unsqueeze(0))], None, 1, torch.Generator().manual_seed(0))
 
 
@@ -329,7 +420,14 @@ def ranks(args: argparse.Namespace) -> dict:
     return found
 
 
-SECTIONS = {"products": products, "ranks": ranks, "solvers": solvers, "tuning": tuning, "full": full}
+SECTIONS = {
+    "products": products,
+    "ranks": ranks,
+    "solvers": solvers,
+    "tuning": tuning,
+    "full": full,
+    "refinement": refinement,
+}
 
 
 def table() -> Table:
@@ -367,6 +465,16 @@ def table() -> Table:
         rows.at_most("peak memory, GB", s["peak"] / 1e3, 8, "", ".1f")
         for name, scores in s["scores"].items():
             rows.note(f"test NLL, accuracy, ECE: {name}", ", ".join(f"{v:.4f}" for v in scores.values()))
+    if s := found.get("refinement"):
+        for epochs, part in s.items():
+            if not epochs.isdigit():
+                continue
+            ratio, detail = part["epoch"] / part["forward"], f"{part['epoch']:.1f} s / {part['forward']:.1f} s"
+            rows.at_most(f"LeNet of {epochs} epochs: an epoch of refinement, in forward passes", ratio, 5, detail)
+            for name, row in part["rows"].items():
+                shown = ", ".join(f"{row[key]:.4f}" for key in ("nll", "accuracy", "ece"))
+                after = f"; {row['seconds']:.0f} s" if "seconds" in row else ""
+                rows.note(f"LeNet of {epochs} epochs: test NLL, accuracy, ECE: {name}", shown + after)
     return rows
 
 
@@ -377,6 +485,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cache", type=Path, default=Path("build/evidence"))
     parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--converged", type=int, default=12)
     parser.add_argument("--points", type=int, default=1000)
     parser.add_argument("--em", type=int, default=8)
     parser.add_argument("--tolerance", type=float, default=1e-2)

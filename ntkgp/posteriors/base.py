@@ -309,14 +309,19 @@ class Posterior(gpytorch.Module):
             g = g + chunk.pull(residual(chunk).unsqueeze(0))[0]
         return self.model.summed(g) - self.prior.precision_times(self.lin.theta + delta - self.prior.mean)
 
-    def linear_mode(self) -> Mode:
-        """Return θ_⋆ − θ*, the mode of the linear model, with its certificate."""
-        return self._current("mode", self._found_mode)
+    def linear_mode(self, **search: Any) -> Mode:
+        """Return θ_⋆ − θ*, the mode of the linear model, with its certificate.
 
-    def _found_mode(self) -> Mode:
+        Args:
+            search: how to find it where the exact one is too dear, see :meth:`search`.
+        """
+        return self._current(f"mode {search}", lambda: self._found_mode(search))
+
+    def _found_mode(self, search: dict[str, Any]) -> Mode:
         start = self._last_mode if self._last_mode is not None else self.shift
+        start = torch.zeros_like(self.lin.theta) if start is None else start
         with torch.no_grad():
-            mode = self._find_mode(torch.zeros_like(self.lin.theta) if start is None else start)
+            mode = self.search(start=start, **search) if search else self._find_mode(start)
         self._last_mode = mode.delta  # where the next search, under other hyperparameters, starts
         return mode
 

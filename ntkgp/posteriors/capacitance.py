@@ -19,7 +19,8 @@ __all__ = ["capacitance", "log_det", "pairwise_gram"]
 def capacitance(K: Tensor, R: SiteBlocks) -> Tensor:  # (N C, N C) -> (N C', N C')
     """Return I + Rᵀ K R, differentiable in both."""
     B = R.mT @ (R.mT @ K).mT
-    return B + B.new_ones(()).expand(len(B)).diag_embed()
+    B.diagonal().add_(1)  # in place: B is ours, and nothing keeps it for a backward pass
+    return B
 
 
 def log_det(B: Tensor, L: Tensor) -> Tensor:  # (n, n), (n, n) -> ()
@@ -41,7 +42,7 @@ class _LogDet(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         (L,) = ctx.saved_tensors
-        return g * torch.cholesky_inverse(L), None
+        return torch.cholesky_inverse(L).mul_(g), None
 
 
 def pairwise_gram(

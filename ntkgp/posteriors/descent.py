@@ -85,23 +85,24 @@ def descend(
         objective = Objective(model, prior, likelihood, N)
         precondition = kronecker_preconditioner(model, prior, likelihood, start, chosen, N)
         run = Run(objective, precondition, epochs, batch_size, seed)
-        before = objective(run.minibatches(epochs), start)
+        before = objective.value(run.minibatches(epochs), start)
         identity = {"epochs": str(epochs), "batch_size": str(batch_size), "seed": str(seed), "points": str(N)}
         file = (
             None if checkpoint is None else Checkpoint(Path(checkpoint), {"fingerprint": lin.fingerprint()} | identity)
         )
-        end = run.from_(start, before.log_prob / N, file, progress)
-        after = objective(run.minibatches(epochs), end)
-        if not after.psi >= before.psi:
+        end = run.from_(start, before / N, file, progress)
+        start_value = before + objective.prior_part(start)[0].item()
+        end_value, g = objective(run.minibatches(epochs), end)
+        if not end_value >= start_value:
             warnings.warn(
-                f"{epochs} epochs of descent ended {before.psi - after.psi:.3g} nats below their start, which is "
+                f"{epochs} epochs of descent ended {start_value - end_value:.3g} nats below their start, which is "
                 "returned: take more epochs or larger minibatches",
                 stacklevel=4,
             )
-            end, after = start, before
-        decrement = (after.gradient @ precondition(after.gradient.unsqueeze(0))[0]).item() / 2
-        close = decrement <= tolerance**2 * (after.log_prob - after.psi)
-        return Mode(end, Certificate(close, run.steps, prior.whiten(after.gradient).norm().item(), decrement))
+            end, (_, g) = start, objective(run.minibatches(epochs), start)
+        decrement = (g @ precondition(g.unsqueeze(0))[0]).item() / 2
+        close = decrement <= tolerance**2 * -objective.prior_part(end)[0].item()
+        return Mode(end, Certificate(close, run.steps, prior.whiten(g).norm().item(), decrement))
 
 
 def kronecker_preconditioner(
@@ -123,15 +124,6 @@ def kronecker_preconditioner(
     return KroneckerPosterior(
         model.with_source(source), plain, likelihood, delta, num_samples=columns
     )._covariance_times
-
-
-@dataclass(frozen=True)
-class Value:
-    """ψ over all data, its part of the likelihood, and its gradient."""
-
-    psi: float
-    log_prob: float
-    gradient: Tensor  # (P,)
 
 
 @dataclass(frozen=True)
@@ -160,14 +152,24 @@ class Objective:
         g = -self.prior.precision_times(distance)
         return distance @ g / 2, g
 
-    def __call__(self, batches: Iterator[Minibatch], delta: Tensor) -> Value:  # (P,)
-        """Make a pass over all data."""
+    def __call__(self, batches: Iterator[Minibatch], delta: Tensor) -> tuple[float, Tensor]:  # (P,) -> (), (P,)
+        """Return ψ and its gradient, in a pass over all data."""
         penalty, g = self.prior_part(delta)
-        log_prob = 0.0
+        value = penalty.item()
         for batch in batches:
             more, gradient = self.likelihood_part(batch, delta)
-            log_prob, g = log_prob + more.item(), g + gradient
-        return Value(log_prob + penalty.item(), log_prob, g)
+            value, g = value + more.item(), g + gradient
+        return value, g
+
+    def value(self, batches: Iterator[Minibatch], delta: Tensor) -> float:  # (P,)
+        """Return log p(y | f + J δ) of all data, in a forward pass over them."""
+        total = torch.zeros((), dtype=torch.float64, device=delta.device)
+        for batch in batches:
+            if len(data := batch.data):
+                f = self.model.lin(data.x)
+                f = f + self.model.lin.jvp(data.x, delta) if delta.any() else f
+                total += self.likelihood.weighted_log_prob(data.y, f, data.weights)
+        return self.model.summed(total).item()
 
     def hessian(self, batch: Minibatch, delta: Tensor) -> Product:
         """Return v -> (N/|I|) J_Iᵀ Λ_I J_I v + S₀⁻¹ v, Λ at f + J δ."""

@@ -24,6 +24,7 @@ def maximise_expectation(
     at: str = "linear_mode",
     steps: int = 10,
     tolerance: float = 1e-2,
+    search: dict[str, Any] | None = None,
     checkpoint: str | Path | None = None,
     progress: bool | None = None,
 ) -> "SampledPosterior":
@@ -38,6 +39,7 @@ def maximise_expectation(
         at: which mode is compared with the prior, "linear_mode" or "map".
         steps: at most so many.
         tolerance: stop when no logarithm of a hyperparameter moves by more.
+        search: how to find the linear mode, as the options of :meth:`Posterior.search`; by default Newton's method.
         checkpoint: a file that holds the state after every step; if it is there already, the run goes on from it.
         progress: whether to show a bar; by default in a terminal.
 
@@ -53,7 +55,7 @@ def maximise_expectation(
             state = _resume(posterior, file)
         with tqdm(total=steps, initial=state.step, desc="EM", disable=hidden(progress)) as bar:
             while state.step < steps and not state.finished:
-                found = _step(posterior, at)
+                found = _step(posterior, at, search or {})
                 state = State(state.step + 1, [*state.history, found], found["moved"] <= tolerance)
                 if file is not None and posterior.model.ranks.rank == 0:
                     _save(posterior, state, file)
@@ -78,9 +80,10 @@ class State:
     finished: bool = False
 
 
-def _step(posterior: "SampledPosterior", at: str) -> dict[str, Any]:
+def _step(posterior: "SampledPosterior", at: str, search: dict[str, Any]) -> dict[str, Any]:
     prior, likelihood = posterior.prior, posterior.likelihood
-    delta = torch.zeros_like(posterior.lin.theta) if at == "map" else posterior.linear_mode().delta
+    mode = None if at == "map" else posterior.linear_mode(**search)
+    delta = torch.zeros_like(posterior.lin.theta) if mode is None else mode.delta
     by_sample = posterior.effective_parameters_by_sample().detach()
     gamma, S = by_sample.mean(0), len(by_sample)
     with torch.no_grad():
@@ -89,14 +92,14 @@ def _step(posterior: "SampledPosterior", at: str) -> dict[str, Any]:
     precision = prior.precision.detach()
     new = precision_step(precision, gamma, q) if prior.raw_precision.requires_grad else precision
     moved = (new / precision).log().abs().max().item()
-    solution, certificate = posterior.solution, posterior.linear_mode().certificate if at != "map" else None
+    solution = posterior.solution
     found: dict[str, Any] = {
         "precision": precision.tolist(),
         "effective_parameters": gamma.tolist(),
         "standard_error": (by_sample.std(0) / S**0.5).tolist() if S > 1 else None,
         "residual": float("nan") if solution is None else solution.residual,
         "iterations": 0 if solution is None else solution.iterations,
-        "newton_steps": 0 if certificate is None else certificate.steps,
+        "mode_steps": 0 if mode is None else mode.certificate.steps,
     }
     if isinstance(likelihood, Gaussian) and likelihood.raw_noise.requires_grad:
         noise = likelihood.noise.detach()

@@ -127,7 +127,8 @@ class FunctionSpacePosterior(Posterior):
     def _log_det(self) -> Tensor:  # ()
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
             B = capacitance(self._gram(), self._root())
-            return log_det(B, self._current("factor", lambda: self._factorise(B.detach().clone()))[0])
+            # Factorised where it lies: only its gradient is needed of B from here on.
+            return log_det(B, self._current("factor", lambda: self._factorise(B.detach()))[0])
         return 2 * self._factor()[0].diagonal().log().sum()
 
     # The mode and samples

@@ -334,13 +334,13 @@ class SampledPosterior(WeightSpacePosterior):
             method: "laplace"; see :meth:`Posterior.refine`.
             curvature_at: "linear_mode" for Λ at the mode, and new samples; "map" for Λ where this posterior has it, and
                 its samples, which costs nothing.
-            options: of the variational method.
+            options: as for :meth:`Posterior.refine`.
         """
         if curvature_at not in ("linear_mode", "map"):
             raise ValueError(f'curvature_at must be "linear_mode" or "map", but is {curvature_at!r}')
         if method != "laplace" or curvature_at == "linear_mode":
             return super().refine(method, **options)
-        mode, root = self.linear_mode(), self._roots_now()
+        mode, root = self.search(**options) if options else self.linear_mode(), self._roots_now()
         with torch.no_grad():
             sites = SiteBlocks(torch.cat([root(chunk).values for chunk in self.model]))
         refined = self._at(mode.delta, deepcopy(self.prior), deepcopy(self.likelihood), sites)

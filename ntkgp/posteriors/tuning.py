@@ -31,6 +31,7 @@ def tune(
     steps: int = 50,
     curvature_at: str = "map",
     method: str = "gradient",
+    search: dict[str, Any] | None = None,
     progress: bool | None = None,
 ) -> P:
     """Maximise the evidence over all hyperparameters that require gradients, or a validation score over a grid.
@@ -49,6 +50,8 @@ def tune(
             tuning with Λ fixed and evaluating it at the new mode, to a point where both stay.
         method: "gradient", or "fixed_point" for precisions and Gaussian noise, which also logs γ, the effective number
             of parameters of each group.
+        search: how to find the linear mode where the exact one is too dear, as the options of
+            :meth:`Posterior.search`; the fixed point takes it, which does not mind an inexact mode.
         progress: whether to show a bar; by default in a terminal.
 
     Returns:
@@ -63,12 +66,14 @@ def tune(
         raise ValueError(f'curvature_at must be "linear_mode" or "map", but is {curvature_at!r}')
     if method not in ("gradient", "fixed_point"):
         raise ValueError(f'method must be "gradient" or "fixed_point", but is {method!r}')
+    if search and method != "fixed_point":
+        raise ValueError('search is for method="fixed_point": a line search needs the exact mode')
     before = [(p, p.detach().clone()) for p in posterior.parameters()]
     try:
         if validation is not None:
             _on_validation(posterior, validation, grid, progress)
         else:
-            _by_evidence(posterior, at, curvature_at, method, steps, progress)
+            _by_evidence(posterior, at, curvature_at, method, steps, search or {}, progress)
     except BaseException:
         with torch.no_grad():
             for parameter, value in before:
@@ -78,7 +83,13 @@ def tune(
 
 
 def _by_evidence(
-    posterior: "Posterior", at: str, curvature_at: str, method: str, steps: int, progress: bool | None
+    posterior: "Posterior",
+    at: str,
+    curvature_at: str,
+    method: str,
+    steps: int,
+    search: dict[str, Any],
+    progress: bool | None,
 ) -> None:
     hyperparameters = [p for p in posterior.parameters() if p.requires_grad]
     if not hyperparameters:
@@ -87,19 +98,19 @@ def _by_evidence(
     climb = _climb if method == "gradient" else _iterate
     with tqdm(desc="tune", disable=hidden(progress)) as bar:
         if curvature_at == "map":
-            for found in climb(Objective(posterior, at, posterior), hyperparameters, steps, tolerance):
+            for found in climb(Objective(posterior, at, posterior, search), hyperparameters, steps, tolerance):
                 _log(posterior, found, bar)
         else:
             for _ in range(_ROUNDS):
                 start = [p.detach().clone() for p in hyperparameters]
-                there = posterior._at(posterior.linear_mode().delta)
-                for found in climb(Objective(posterior, at, there), hyperparameters, steps, tolerance):
+                there = posterior._at(posterior.linear_mode(**search).delta)
+                for found in climb(Objective(posterior, at, there, search), hyperparameters, steps, tolerance):
                     _log(posterior, found, bar)
                 moved = max((p.detach() - p0).abs().max().item() for p, p0 in zip(hyperparameters, start, strict=True))
                 if moved <= tolerance**0.5:
                     break
     if at == "linear_mode" and posterior.shift is None:
-        _warn_if_far(posterior)
+        _warn_if_far(posterior, search)
 
 
 @dataclass(frozen=True)
@@ -109,6 +120,7 @@ class Objective:
     posterior: "Posterior"
     at: str
     curvature: "Posterior"
+    search: dict[str, Any]  # how to find the mode
 
     def log_joint(self) -> Tensor:
         """Return log p(y | f_lin(θ)) − ½ ‖θ − m₀‖²_{S₀⁻¹}."""
@@ -116,7 +128,9 @@ class Objective:
 
     def delta(self) -> Tensor:  # (P,)
         """Return θ − θ* where the evidence is evaluated."""
-        return torch.zeros_like(self.posterior.lin.theta) if self.at == "map" else self.posterior.linear_mode().delta
+        if self.at == "map":
+            return torch.zeros_like(self.posterior.lin.theta)
+        return self.posterior.linear_mode(**self.search).delta
 
     def log_det(self) -> Tensor:
         """Return log |B|."""
@@ -191,10 +205,10 @@ def _log(posterior: "Posterior", found: dict[str, Any], bar: tqdm) -> None:
     bar.update()
 
 
-def _warn_if_far(posterior: "Posterior") -> None:
+def _warn_if_far(posterior: "Posterior", search: dict[str, Any]) -> None:
     """Say so if the tuned linear model explains the data far better than the network, where the mean still is."""
     with torch.no_grad():
-        delta = posterior.linear_mode().delta
+        delta = posterior.linear_mode(**search).delta
         total = posterior._log_likelihood(delta) - posterior._log_likelihood(torch.zeros_like(delta))
         gain = total.item() / sum(chunk.data.y.numel() for chunk in posterior.model)
     if gain > _FAR:

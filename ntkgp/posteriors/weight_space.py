@@ -84,12 +84,19 @@ class WeightSpacePosterior(Posterior):
     _newton_tolerance: float | None = None  # of the linear system of a Newton step; by default half of the digits
     _mode_tolerance: float | None = None  # of the mode; by default to rounding
 
-    def newton(self, tolerance: float = 1e-2, steps: int = 100, checkpoint: str | Path | None = None) -> Mode:  # type: ignore[override]
+    def newton(  # type: ignore[override]
+        self,
+        tolerance: float = 1e-2,
+        steps: int = 100,
+        start: Tensor | None = None,
+        checkpoint: str | Path | None = None,
+    ) -> Mode:
         """Return θ_⋆ − θ* within a tolerance, by inexact Newton steps: passes of J v and Jᵀu over the data.
 
         Args:
             tolerance: for the error of θ in the norm of the Hessian, beside ‖θ_⋆ − m₀‖ in that of the prior.
             steps: of Newton's method, at most; the certificate says whether they were enough.
+            start: δ to start from; by default where the posterior is.
             checkpoint: a file that holds δ after every step; if it is there already, the search goes on from it.
 
         Raises:
@@ -97,7 +104,8 @@ class WeightSpacePosterior(Posterior):
         """
         if not tolerance > 0:
             raise ValueError(f"tolerance must be positive, but is {tolerance}")
-        start = torch.zeros_like(self.lin.theta) if self.shift is None else self.shift
+        if start is None:
+            start = torch.zeros_like(self.lin.theta) if self.shift is None else self.shift
         visit: Callable[[Tensor], None] = lambda delta: None  # noqa: E731
         if checkpoint is not None:
             kept = Checkpoint(Path(checkpoint), {"fingerprint": self.lin.fingerprint()})

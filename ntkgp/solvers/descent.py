@@ -75,8 +75,8 @@ def gradient_descent(
        \qquad x \leftarrow x + \eta_t v
 
     with s_I the share of the rows. η falls linearly to zero, so that the noise of the minibatches averages out, from
-    1 / λ_max(M⁻¹ Ĥ_I), found by power iteration over a few of them: no rate is tuned by hand, and one that is stable
-    for each minibatch is stable for their sum.
+    (1 − β) / λ_max(M⁻¹ Ĥ_I), found by power iteration over a few of them, so no rate is tuned by hand. A larger one is
+    not safe: what one minibatch overshoots the next multiplies, without bound in a linear system.
 
     Args:
         batches: epoch -> its minibatches; what they look at should differ from epoch to epoch.
@@ -91,7 +91,7 @@ def gradient_descent(
     def hessian(rows: Rows) -> Product:
         return lambda v: precondition(rows.pull(rows.push(v)) / rows.share + inverse(v))
 
-    rate = 1 / largest_over(batches(0), hessian, b, seed)
+    rate = (1 - _MOMENTUM) / largest_over(batches(0), hessian, b, seed)
     state, passed = Momentum.at(torch.zeros_like(b) if start is None else start), 0.0
     for epoch in range(epochs):
         for rows in batches(epoch):

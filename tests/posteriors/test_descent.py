@@ -138,3 +138,15 @@ def test_a_descent_that_ends_below_its_start_returns_the_start(float64):
 def test_options_that_cannot_be_are_named(options, message, float64):
     with pytest.raises(ValueError, match=message):
         Problem().fit("function").refine(**options)
+
+
+@pytest.mark.filterwarnings("ignore:the mode of the linear model gains")
+@pytest.mark.parametrize("likelihood", ["gaussian", "categorical"])
+def test_the_fixed_point_takes_modes_by_minibatches(likelihood, float64):
+    p = problem(likelihood)
+    truth = p.fit("kron").tune(method="fixed_point", steps=100)
+    search = {"solver": "descent", "epochs": 30, "batch_size": 40}
+    post = p.fit("kron").tune(method="fixed_point", steps=30, search=search)
+    assert_close(post.prior.precision, truth.prior.precision, rtol=0.05, atol=0)
+    with pytest.raises(ValueError, match='search is for method="fixed_point"'):
+        post.tune(search=search)
