@@ -105,8 +105,8 @@ def solvers(args: argparse.Namespace) -> dict:
             cold = conjugate_gradients(B, draw().sign(), lambda v: v, args.tolerance, 1000)
             products["pathwise, warm"] += warm.products
             products["Hutchinson, cold"] += cold.products
-            last = warm.x
-            gamma = (last * (last @ RKR / alpha)).sum(1)
+            last = torch.stack([warm.x, *(() if last is None else last[:1])])
+            gamma = (warm.x * (warm.x @ RKR / alpha)).sum(1)
             path.append({"alpha": alpha, "gamma": gamma.mean().item(), "error": (gamma.std() / 4).item()})
             mode = post.linear_mode().delta + lin.theta
             alpha = move(alpha, gamma.mean().item(), mode.square().sum().item())
@@ -250,10 +250,12 @@ def full(args: argparse.Namespace) -> dict:
     few = weighted(lin, x, y).tune(steps=args.em, tolerance=0.05, search=SEARCH)
     found["em"], found["em seconds"] = few.history, time.perf_counter() - start
     print("EM", found["em seconds"], few.history[-1], flush=True)
+    prior, around = few.prior, few.predict(x_test)
+    del few  # its features and factor take as much memory as all that follows
     counter = Passes(len(x))
     post = ntkgp.fit(
-        lin, (x, y), "categorical", "sampled", few.prior, num_samples=8, tolerance=0.1, max_iterations=11,
-        preconditioner=2000, memory_budget=1 << 30,
+        lin, (x, y), "categorical", "sampled", prior, num_samples=8, tolerance=0.1, max_iterations=11,
+        preconditioner=1500, memory_budget=1 << 30,
     )  # fmt: skip
     found["samples"] = {"iterations": post.solution.iterations, "residual": post.solution.residual}
     print("samples", time.perf_counter() - start, found["samples"], counter.examples, flush=True)
@@ -268,9 +270,10 @@ def full(args: argparse.Namespace) -> dict:
     score("mean alone", _alone(refined, x_test))
     score("samples around the network", post.predict(x_test))
     print(found["scores"], flush=True)
+    del post, refined
     at_map = weighted(lin, x, y).tune(at="map", steps=args.em, tolerance=0.05)
     score("samples of 6,000 around the network, evidence at θ*", at_map.predict(x_test))
-    score("the same, evidence at θ_⋆", few.predict(x_test))
+    score("the same, evidence at θ_⋆", around)
     last = ntkgp.fit(lin, (x, y), "categorical", "last_layer", memory_budget=1 << 30)
     score("last layer, tuned", last.predict(x_test))
     kron = kronecker(lin, x, y)
@@ -287,7 +290,7 @@ def weighted(lin: ntkgp.Linearization, x: Tensor, y: Tensor) -> ntkgp.Posterior:
     """Return samples of the posterior of 6,000 images that stand for all."""
     prior = ntkgp.priors.Grouped(lin, by="layer", precision=10.0)
     weights = torch.full((FEW,), len(x) / FEW)
-    options = {"num_samples": 8, "tolerance": 0.1, "preconditioner": 2000, "max_iterations": 30}
+    options = {"num_samples": 8, "tolerance": 0.1, "preconditioner": 1500, "max_iterations": 30}
     return ntkgp.fit(lin, (x[:FEW], y[:FEW]), "categorical", "sampled", prior, weights=weights, **options)
 
 

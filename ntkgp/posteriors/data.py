@@ -33,6 +33,12 @@ class Data:
     def __iter__(self) -> Iterator["Data"]:
         yield self
 
+    def standing_for(self, w: Tensor) -> "Data":  # (N,)
+        """Return the same points, each for w_n times as many as before."""
+        if self.weights is not None:
+            w = self.weights * (w if self.weights.ndim == 1 else w.unsqueeze(-1))
+        return Data(self.x, self.y, w)
+
 
 Source = Data | DataLoader
 

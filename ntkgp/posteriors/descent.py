@@ -29,7 +29,7 @@ KRONECKER_POINTS = 512  # that precondition: their factors take as long as twent
 _COLUMNS = 32  # of the root of Λ that a Kronecker factor is made of where there are more outputs
 _POWER_BATCHES = 3
 _EXPLODED = 1.0  # nats a point that the likelihood may lose in an epoch before the rate is held to be too large
-_SLOWER = 4.0
+_SLOWER, _RESTARTS = 4.0, 12
 
 
 def descend(
@@ -50,7 +50,7 @@ def descend(
 
     M is the Hessian of a Kronecker-factored posterior of a few hundred points. η falls linearly to zero from
     1 / λ_max(M⁻¹ Ĥ_I), found by power iteration over a few minibatches, so there is no rate to tune; if the likelihood
-    falls apart all the same, as where a network too sure of itself has no curvature at θ*, the epoch is repeated more
+    falls apart all the same, as where a network too sure of itself has no curvature at θ*, the run begins again more
     slowly. The last pass, over all data, is for the certificate. Under ``torchrun`` processes share each minibatch.
 
     Args:
@@ -83,14 +83,14 @@ def descend(
     with torch.no_grad():
         chosen, N = draw(model.source, lin, likelihood, KRONECKER_POINTS, seed)
         objective = Objective(model, prior, likelihood, N)
-        precondition = kronecker_preconditioner(model, prior, likelihood, start, chosen, N)
+        # With Λ at θ*: where the linear model explains all data there is next to none, and steps would have no bound.
+        precondition = kronecker_preconditioner(model, prior, likelihood, None, chosen, N)
         run = Run(objective, precondition, epochs, batch_size, seed)
         before = objective.value(run.minibatches(epochs), start)
-        identity = {"epochs": str(epochs), "batch_size": str(batch_size), "seed": str(seed), "points": str(N)}
-        file = (
-            None if checkpoint is None else Checkpoint(Path(checkpoint), {"fingerprint": lin.fingerprint()} | identity)
-        )
-        end = run.from_(start, before / N, file, progress)
+        identity = {"fingerprint": lin.fingerprint(), "epochs": str(epochs), "batch_size": str(batch_size)}
+        identity |= {"seed": str(seed), "points": str(N)}
+        file = None if checkpoint is None else Checkpoint(Path(checkpoint), identity)
+        end = run.from_(start, before, file, progress)
         start_value = before + objective.prior_part(start)[0].item()
         end_value, g = objective(run.minibatches(epochs), end)
         if not end_value >= start_value:
@@ -116,11 +116,8 @@ def kronecker_preconditioner(
     sizes = zip(lin.layout.names, lin.layout.sizes, strict=True)
     variances = [prior.covariances()[name].diagonal(size).mean() for name, size in sizes]
     plain = Grouped(lin, {name: [name] for name in lin.layout.names}, torch.stack(variances).reciprocal().detach())
-    weights = torch.full((len(chosen),), N / len(chosen)).to(lin.theta)
-    if chosen.weights is not None:
-        weights = chosen.weights * (weights if chosen.weights.ndim == 1 else weights.unsqueeze(-1))
     columns = None if lin.num_outputs <= _COLUMNS else _COLUMNS
-    source = Data(chosen.x, chosen.y, weights)
+    source = chosen.standing_for(torch.full((len(chosen),), N / len(chosen)).to(lin.theta))
     return KroneckerPosterior(
         model.with_source(source), plain, likelihood, delta, num_samples=columns
     )._covariance_times
@@ -134,6 +131,14 @@ class Objective:
     prior: Prior
     likelihood: Likelihood
     N: int
+
+    @property
+    def mass(self) -> float:
+        """How many points the data stand for."""
+        source = self.model.source
+        return (
+            self.N if not isinstance(source, Data) or source.weights is None else source.weights.mean().item() * self.N
+        )
 
     def likelihood_part(self, batch: Minibatch, delta: Tensor) -> tuple[Tensor, Tensor]:  # (P,) -> (), (P,)
         """Return log p(y_I | f_I + J_I δ) and its gradient, summed over processes."""
@@ -171,12 +176,11 @@ class Objective:
                 total += self.likelihood.weighted_log_prob(data.y, f, data.weights)
         return self.model.summed(total).item()
 
-    def hessian(self, batch: Minibatch, delta: Tensor) -> Product:
-        """Return v -> (N/|I|) J_Iᵀ Λ_I J_I v + S₀⁻¹ v, Λ at f + J δ."""
+    def hessian(self, batch: Minibatch) -> Product:
+        """Return v -> (N/|I|) J_Iᵀ Λ_I J_I v + S₀⁻¹ v, Λ at θ*."""
         data, lin = batch.data, self.model.lin
         if len(data):
-            f, moved = lin.value_and_jvp(data.x, delta)
-            R = self.likelihood.expand(data.y, f + moved, data.weights).R
+            R = self.likelihood.expand(data.y, lin(data.x), data.weights).R
 
         def times(v: Tensor) -> Tensor:  # (1, P)
             total = torch.zeros_like(v)
@@ -201,22 +205,26 @@ class Run:
     def from_(
         self, start: Tensor, log_prob: float, file: Checkpoint | None, progress: bool | None
     ) -> Tensor:  # (P,) -> (P,)
-        """Run to the end, from ``start``, which has so much log p a point, or from what the file holds."""
+        """Run to the end, from ``start``, where log p(y | f + J δ) is so much, or from what the file holds."""
         state, epoch, rate = Momentum.at(start.unsqueeze(0)), 0, 0.0
         if file is not None and file.path.exists():
             kept, told = file.load()
             state = Momentum(kept["delta"].to(start), kept["velocity"].to(start))
             epoch, rate, self.steps = int(told["epoch"]), float(told["rate"]), int(told["steps"])
         else:
-            rate = self._first_rate(start)
+            rate = self._first_rate()
+        slowest = rate / _SLOWER**_RESTARTS
         with tqdm(total=self.epochs, initial=epoch, desc="descent", disable=hidden(progress)) as bar:
             while epoch < self.epochs:
                 after, found = self._epoch(state, epoch, rate)
-                if not found >= log_prob - _EXPLODED:
-                    rate /= _SLOWER
-                    continue
                 state, epoch = after, epoch + 1
-                bar.set_postfix_str(f"log p {found:.4g} a point, rate {rate:.2g}")
+                if not found >= log_prob - _EXPLODED * self.objective.mass:
+                    if rate <= slowest:
+                        return start
+                    state, epoch, rate = Momentum.at(start.unsqueeze(0)), 0, rate / _SLOWER
+                    bar.reset()
+                    continue
+                bar.set_postfix_str(f"log p {found:.5g}, rate {rate:.2g}")
                 bar.update()
                 if file is not None and self.objective.model.ranks.rank == 0:
                     told = {"epoch": str(epoch), "rate": repr(rate), "steps": str(self.steps)}
@@ -237,13 +245,13 @@ class Run:
             left = max(0.0, 1 - (epoch + seen / N) / self.epochs)
             state = state.step(self.precondition(g.unsqueeze(0)), rate * left)
             seen, value, self.steps = seen + batch.size, value + log_prob.item(), self.steps + 1
-        return state, value / N
+        return state, value
 
-    def _first_rate(self, start: Tensor) -> float:  # (P,)
-        generator = torch.Generator().manual_seed(self.seed)
+    def _first_rate(self) -> float:
+        generator, like = torch.Generator().manual_seed(self.seed), self.objective.model.lin.theta.unsqueeze(0)
         largest = 0.0
         for batch, _ in zip(self.minibatches(0), range(_POWER_BATCHES), strict=False):
-            H = self.objective.hessian(batch, start)
+            H = self.objective.hessian(batch)
             A: Callable[[Tensor], Tensor] = lambda v: self.precondition(H(v))  # noqa: B023, E731
-            largest = max(largest, largest_eigenvalue(A, start.unsqueeze(0), generator))
+            largest = max(largest, largest_eigenvalue(A, like, generator))
         return 1 / largest

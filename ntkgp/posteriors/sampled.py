@@ -12,7 +12,7 @@ from ntkgp.evidence import Estimate, log_det_estimate
 from ntkgp.likelihoods import SiteBlocks
 from ntkgp.linearization import Features
 from ntkgp.linearization.inputs import Input
-from ntkgp.posteriors.data import Data, draw
+from ntkgp.posteriors.data import draw
 from ntkgp.posteriors.descent import KRONECKER_POINTS, kronecker_preconditioner
 from ntkgp.posteriors.function_space import FunctionSpacePosterior
 from ntkgp.posteriors.model import Chunk, split
@@ -23,6 +23,7 @@ __all__ = ["SampledPosterior"]
 
 SOLVERS = ("cg", "descent", "dual")
 _SUBSET_ROWS = 6000  # rows of B of the subset that preconditions: factorised in a second
+_REMEMBERED = 2  # solutions that the next ones start from
 _BLOCK = 256  # points whose noise comes from one seed
 
 
@@ -80,7 +81,7 @@ class SampledPosterior(WeightSpacePosterior):
         if solver != "cg" and self.model.ranks.world > 1:
             raise ValueError(f'solver="{solver}" runs in one process, but there are {self.model.ranks.world}: use "cg"')
         self.solution: Solution | None = None  # of the last samples: residuals and counts
-        self._last: Tensor | None = None  # where the next solve starts: samples, and the step to the mode
+        self._last: Tensor | None = None  # where the next solve starts, (k, S + 1, P): the last solutions, newest first
         self._step: Tensor | None = None  # from the mean to the mode, to first order
         self._f: Tensor | None = None  # (N, C), where Λ is evaluated at our points
         self._pulled_noise: tuple[list[Tensor], Tensor] | None = None  # with the likelihood's hyperparameters then
@@ -136,9 +137,10 @@ class SampledPosterior(WeightSpacePosterior):
                 f"iterations, not {self.tolerance:g}: raise max_iterations or preconditioner",
                 stacklevel=3,
             )
-        self._last = self.solution.x
-        self._step = self._last[-1]
-        return self._last[:-1]
+        found = self.solution.x
+        self._last = torch.stack([found, *(() if self._last is None else self._last[: _REMEMBERED - 1])])
+        self._step = found[-1]
+        return found[:-1]
 
     def _prior_draws(self) -> Tensor:  # θ₀, (S, P)
         return self.prior.spread(_noise(self.seed, 0, (self.num_samples, self.lin.num_params)).to(self.lin.theta))
@@ -204,6 +206,7 @@ class SampledPosterior(WeightSpacePosterior):
     ) -> Solution:  # (S, P)
         """Solve by minibatches; the tolerance is what the certificate is compared with, not what is aimed at."""
         model, prior, N = self.model, self.prior, len(self._f_here())
+        start = None if start is None else start[0]
 
         def batches(epoch: int) -> Iterator[Rows]:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
@@ -238,10 +241,8 @@ class SampledPosterior(WeightSpacePosterior):
         """Return the exact posterior of M points that stand for all: the same on every rank."""
         M = self.preconditioner or max(1, _SUBSET_ROWS // self.lin.num_outputs)
         chosen, N = draw(self.model.source, self.lin, self.likelihood, M, self.seed)
-        weights = torch.full((len(chosen),), N / len(chosen)).to(self.lin.theta)
-        if chosen.weights is not None:
-            weights = chosen.weights * (weights if chosen.weights.ndim == 1 else weights.unsqueeze(-1))
-        model = self.model.with_source(Data(chosen.x, chosen.y, weights))
+        all_of_them = chosen.standing_for(torch.full((len(chosen),), N / len(chosen)).to(self.lin.theta))
+        model = self.model.with_source(all_of_them)
         return FunctionSpacePosterior(model, self.prior, self.likelihood, self.shift)
 
     # q(f)

@@ -40,11 +40,7 @@ class Selector(ABC):
             raise ValueError(f"subset must be from 1 to the {len(data)} training points, but is {self.size}")
         with torch.no_grad():
             index, weights = self._choose(model, prior)
-        chosen = data[index]
-        weights = weights.to(next(iter(prior.parameters())))
-        if chosen.weights is not None:
-            weights = chosen.weights * (weights if chosen.weights.ndim == 1 else weights.unsqueeze(-1))
-        return Data(chosen.x, chosen.y, weights)
+        return data[index].standing_for(weights.to(next(iter(prior.parameters()))))
 
     @abstractmethod
     def _choose(self, model: LinearModel, prior: Prior) -> tuple[Tensor, Tensor]:  # (M,), (M,)

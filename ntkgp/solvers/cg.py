@@ -47,18 +47,16 @@ def conjugate_gradients(
         precondition: v -> M⁻¹ v for some symmetric positive definite M like A.
         tolerance: relative residual to stop at.
         max_iterations: when to give up.
-        start: x to start from, up to a factor, at the price of one product; zero by default.
+        start: x to start from, or several, (k, S, n), as solutions of systems like this one: their combination nearest
+            to the solution in the norm of A, at the price of a product each; zero by default.
         seconds: another budget: no iteration begins after it.
     """
     began, S = time.monotonic(), len(b)
     if start is None:
         x, r, products = torch.zeros_like(b), b.clone(), 0
     else:
-        Ax = A(start)
-        energy = (start * Ax).sum(1)
-        nearest = torch.where(energy > 0, (start * b).sum(1) / energy, 0)  # the multiple nearest to x in A's norm
-        c = nearest.unsqueeze(1)
-        x, r, products = c * start, b - c * Ax, S
+        x, r = _nearest(A, b, start)
+        products = start.numel() // b.shape[1]
     z = precondition(r)
     p, rho = z, (r * z).sum(1)
     scale = (rho if start is None else (b * precondition(b)).sum(1)).clamp(min=torch.finfo(b.dtype).tiny)
@@ -73,6 +71,18 @@ def conjugate_gradients(
         active &= rho > tolerance**2 * scale
         iterations, products = iterations + 1, products + S
     return Solution(x, (rho / scale).clamp(min=0).sqrt(), iterations, products)
+
+
+def _nearest(A: Product, b: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:  # (S, n), (k, S, n) -> (S, n), (S, n)
+    """Return x = Σ_i c_i s_i, row by row, with the c that minimises ‖x − A⁻¹b‖_A, and b − A x."""
+    V = starts.reshape(-1, *b.shape)
+    AV = torch.stack([A(v) for v in V])
+    M = torch.einsum("isn,jsn->sij", V, AV).double()
+    m = torch.einsum("isn,sn->si", V, b).double()
+    # Solutions may be alike, or zero: what rounding does not tell apart is left out.
+    rounding = 100 * torch.finfo(b.dtype).eps
+    c = (torch.linalg.pinv((M + M.mT) / 2, rtol=rounding, hermitian=True) @ m.unsqueeze(-1)).squeeze(-1).to(b)
+    return torch.einsum("si,isn->sn", c, V), b - torch.einsum("si,isn->sn", c, AV)
 
 
 def residuals(left: Tensor, b: Tensor, precondition: Product) -> Tensor:  # (S, n), (S, n) -> (S,)

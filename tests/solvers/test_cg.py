@@ -71,3 +71,19 @@ def test_nothing_to_solve_is_solved():
     found = conjugate_gradients(lambda v: v, torch.zeros(1, 4), lambda v: v, 1e-6, 10)
     assert not found.x.any()
     assert (found.residual, found.iterations) == (0.0, 0)
+
+
+def test_several_starts_are_combined(float64):
+    A, b = problem()
+    solution = torch.linalg.solve(A, b.mT).mT
+    other = torch.randn_like(b)
+    starts = torch.stack([solution - 3 * other, 2 * other])
+    found = conjugate_gradients(lambda v: v @ A, b, lambda v: v / A.diagonal(), 1e-8, 500, starts)
+    assert found.iterations == 0
+    assert found.products == 2 * len(b)
+    assert_close(found.x, solution, rtol=1e-8, atol=1e-12)
+    same = torch.stack([other, other])
+    one, two = (
+        conjugate_gradients(lambda v: v @ A, b, lambda v: v / A.diagonal(), 1e-8, 500, start) for start in (other, same)
+    )
+    assert two.iterations == one.iterations
