@@ -3,7 +3,7 @@
     python benchmarks/evidence.py --data DIR [--only products,ranks,solvers,tuning,full,refinement] [--threads 2]
 
 Each section prints its rows and keeps its figures in benchmarks/results/evidence/<section>.json; the table is made of
-what is there. Everything runs in one process, one section after the other.
+what is there, and ``--only ""`` makes it again. Everything runs in one process, one section after the other.
 """
 
 import argparse
@@ -433,6 +433,12 @@ SECTIONS = {
 }
 
 
+def origins() -> str:
+    """Return where each section was run."""
+    found = {path.stem: json.loads(path.read_text()) for path in sorted(OUT.glob("*.json"))}
+    return "\n".join(f"- {name}: commit {run['commit']}, {run['machine']}" for name, run in found.items())
+
+
 def table() -> Table:
     """Return the rows of all sections that have figures."""
     rows = Table()
@@ -495,12 +501,12 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     OUT.mkdir(parents=True, exist_ok=True)
-    for name in args.only.split(","):
+    for name in filter(None, args.only.split(",")):
         start = time.perf_counter()
         found = SECTIONS[name](args) | {"commit": commit(), "machine": machine()}
         (OUT / f"{name}.json").write_text(json.dumps(found, indent=1, default=float) + "\n")
         print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
-    text = f"# Evidence at scale\n\n`make bench-evidence`, {machine()}, float32.\n\n{table()}\n"
+    text = f"# Evidence at scale\n\n`make bench-evidence`, float32, section by section:\n\n{origins()}\n\n{table()}\n"
     (HERE / "results" / "evidence.md").write_text(text)
     print(text)
 
