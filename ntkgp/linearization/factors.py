@@ -119,13 +119,14 @@ class Outer:
     def pairwise_is_cheaper(self) -> bool:
         """Compare, per pair of examples, multiplications in a Gram matrix of contracted gradients and of positions.
 
-        Contracted: C² d_in d_out. Position by position: T² (d_in + C² d_out), and no product for indices.
+        Contracted: C² d_in d_out. Position by position: T² (d_in + C² d_out), and no product for indices; then T² C²
+        numbers are multiplied and summed one by one, each as slow as many multiplications within a matrix product.
         """
         C, T, d_out = self.G.shape[1:]
         if self.A is None:
             return False
         inputs = 1 if self.has_indices else self.d_in
-        return T * T * (inputs + C * C * d_out) < C * C * self.d_in * d_out
+        return T * T * (inputs + C * C * (d_out + _ONE_BY_ONE)) < C * C * self.d_in * d_out
 
 
 def concatenate_positions(uses: list["Factor"]) -> Outer | None:
@@ -142,5 +143,7 @@ def concatenate_positions(uses: list["Factor"]) -> Outer | None:
     A = None if first.A is None else torch.cat([f.A for f in factors if f.A is not None], dim=1)
     return replace(first, G=torch.cat([f.G for f in factors], dim=2), A=A)
 
+
+_ONE_BY_ONE = 200  # multiplications of a matrix product in the time of one that waits for memory
 
 Factor = Dense | Outer

@@ -186,9 +186,10 @@ class PositionsTerm:
         step = max(1, _PAIR_ELEMENTS // (m * C * C * T * T))
         parts = []
         for g, a in zip(G1.split(step), A1.split(step), strict=True):
-            pairs = torch.einsum("ncto,mdso->ncmdts", g, G2)
-            inputs = self.s * _inner(a.flatten(0, 1), A2.flatten(0, 1)).view(-1, T, m, T) + self.b
-            parts.append(torch.einsum("ncmdts,ntms->ncmd", pairs, inputs).flatten(2).flatten(0, 1))
+            n = len(g)
+            pairs = (g.flatten(0, 2) @ G2.flatten(0, 2).mT).view(n, C, T, m, C, T)
+            inputs = self.s * _inner(a.flatten(0, 1), A2.flatten(0, 1)) + self.b
+            parts.append((pairs * inputs.view(n, 1, T, m, 1, T)).sum((2, 5)).view(n * C, m * C))
         return torch.cat(parts)
 
     def add_to(self, K: Tensor, rows: slice, cols: slice, fresh: bool, work: Tensor) -> None:  # (n C, m C)

@@ -60,7 +60,7 @@ def test_positions_are_compared_in_pairs_where_that_is_cheaper(float64):
     class Sequence(nn.Module):
         def __init__(self):
             super().__init__()
-            self.embedding, self.wide, self.head = nn.Embedding(50, 6), nn.Linear(6, 40), nn.Linear(40, 2)
+            self.embedding, self.wide, self.head = nn.Embedding(50, 30), nn.Linear(30, 60), nn.Linear(60, 2)
 
         def forward(self, tokens):
             return self.head(torch.tanh(self.wide(self.embedding(tokens))).mean(1))
