@@ -110,7 +110,7 @@ def _by_evidence(
                 if moved <= tolerance**0.5:
                     break
     if at == "linear_mode" and posterior.shift is None:
-        _warn_if_far(posterior, search)
+        _warn_if_far(posterior)
 
 
 @dataclass(frozen=True)
@@ -205,10 +205,12 @@ def _log(posterior: "Posterior", found: dict[str, Any], bar: tqdm) -> None:
     bar.update()
 
 
-def _warn_if_far(posterior: "Posterior", search: dict[str, Any]) -> None:
+def _warn_if_far(posterior: "Posterior") -> None:
     """Say so if the tuned linear model explains the data far better than the network, where the mean still is."""
+    delta = posterior._last_mode  # of the last step but one: another search would cost as much as a step
+    if delta is None:
+        return
     with torch.no_grad():
-        delta = posterior.linear_mode(**search).delta
         total = posterior._log_likelihood(delta) - posterior._log_likelihood(torch.zeros_like(delta))
         gain = total.item() / sum(chunk.data.y.numel() for chunk in posterior.model)
     if gain > _FAR:
