@@ -254,8 +254,8 @@ def full(args: argparse.Namespace) -> dict:
     del few  # its features and factor take as much memory as all that follows
     counter = Passes(len(x))
     post = ntkgp.fit(
-        lin, (x, y), "categorical", "sampled", prior, num_samples=8, tolerance=0.1, max_iterations=11,
-        preconditioner=1500, memory_budget=1 << 30,
+        lin, (x, y), "categorical", "sampled", prior, num_samples=8, tolerance=0.1, max_iterations=13,
+        preconditioner=2000, memory_budget=1 << 30,
     )  # fmt: skip
     found["samples"] = {"iterations": post.solution.iterations, "residual": post.solution.residual}
     print("samples", time.perf_counter() - start, found["samples"], counter.examples, flush=True)

@@ -6,7 +6,8 @@ The tutorial's comparison ("Systematic analysis, 46k parameter models"): network
 Adam, with a rate that falls to zero; the linear model, with Kronecker factors, sees the first ``--points`` of them,
 weighted so that they stand for all, and is scored on the first 1,000 test images. Precisions come from the evidence,
 by MacKay's fixed point: at θ* from P/‖θ*‖², at θ_⋆ from where those at θ* ended; θ_⋆ is found by minibatches, each
-search from where the last one ended. Predictions keep the network's mean. What is under ``--cache`` and ``--out`` is not run again.
+search from where the last one ended. Predictions keep the network's mean. What is under ``--cache`` and ``--out`` is
+not run again.
 """
 
 import argparse

@@ -56,6 +56,8 @@ class Posterior(gpytorch.Module):
         sites: SiteBlocks | None = None,
     ) -> None:
         super().__init__()
+        # GPyTorch's hook is bound to the module: with it a posterior and its features would outlive `del post`.
+        self._load_state_dict_pre_hooks.clear()
         self.model, self.prior, self.likelihood = model, prior, likelihood
         self.shift, self.sites = shift, sites
         self.reason = ""  # why this method, if it was chosen for the user

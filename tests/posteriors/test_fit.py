@@ -1,5 +1,8 @@
 """The front door: choices, and bad input."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from problems import Problem
@@ -27,6 +30,21 @@ def test_auto_picks_the_cheaper_space_and_says_why(float64):
     assert ntkgp.fit(problem.lin, loader, tune=False, memory_budget=20_000).method == "kron"
     subset = ntkgp.fit(problem.lin, (x, y), tune=False, subset=20)
     assert (subset.method, len(subset.model.data)) == ("function", 20)
+
+
+@pytest.mark.parametrize("method", ["function", "full", "kron", "diag", "sampled"])
+def test_memory_is_free_as_soon_as_a_posterior_is_deleted(float64, method):
+    problem = Problem("mlp", "categorical")
+    gc.disable()
+    try:
+        post = ntkgp.fit(problem.lin, (problem.x, problem.y), "categorical", method)
+        post.tune(steps=1)
+        post.refine().predict(problem.x)
+        gone = weakref.ref(post.model)
+        del post
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_some_outputs_of_many(float64):
