@@ -1,7 +1,7 @@
 """Preconditioned conjugate gradients for several right-hand sides, with residuals to show for it."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -48,19 +48,21 @@ def conjugate_gradients(
         tolerance: relative residual to stop at.
         max_iterations: when to give up.
         start: x to start from, or several, (k, S, n), as solutions of systems like this one: their combination nearest
-            to the solution in the norm of A, at the price of a product each; zero by default.
+            to the solution in the norm of A, at the price of a product each, as long as more are needed; zero by
+            default.
         seconds: another budget: no iteration begins after it.
     """
     began, S = time.monotonic(), len(b)
-    if start is None:
-        x, r, products = torch.zeros_like(b), b.clone(), 0
-    else:
-        x, r = _nearest(A, b, start)
-        products = start.numel() // b.shape[1]
-    z = precondition(r)
-    p, rho = z, (r * z).sum(1)
-    scale = (rho if start is None else (b * precondition(b)).sum(1)).clamp(min=torch.finfo(b.dtype).tiny)
-    active, iterations = rho > tolerance**2 * scale, 0
+    x, r, z, products, iterations = torch.zeros_like(b), b, precondition(b), 0, 0
+    rho = (r * z).sum(1)
+    enough = tolerance**2 * (scale := rho.clamp(min=torch.finfo(b.dtype).tiny))
+    for found in () if start is None else _nearest(A, b, start.reshape(-1, *b.shape)):
+        x, r = found
+        z, products = precondition(r), products + S
+        rho = (r * z).sum(1)
+        if (rho <= enough).all():
+            break
+    p, active = z, rho > enough
     while active.any() and iterations < max_iterations and time.monotonic() - began < seconds:
         Ap = A(p)
         step = torch.where(active, rho / (p * Ap).sum(1), 0).unsqueeze(1)
@@ -68,21 +70,22 @@ def conjugate_gradients(
         z = precondition(r)
         rho, before = (r * z).sum(1), rho
         p = z + torch.where(active, rho / before, 0).unsqueeze(1) * p
-        active &= rho > tolerance**2 * scale
+        active &= rho > enough
         iterations, products = iterations + 1, products + S
     return Solution(x, (rho / scale).clamp(min=0).sqrt(), iterations, products)
 
 
-def _nearest(A: Product, b: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:  # (S, n), (k, S, n) -> (S, n), (S, n)
-    """Return x = Σ_i c_i s_i, row by row, with the c that minimises ‖x − A⁻¹b‖_A, and b − A x."""
-    V = starts.reshape(-1, *b.shape)
-    AV = torch.stack([A(v) for v in V])
-    M = torch.einsum("isn,jsn->sij", V, AV).double()
-    m = torch.einsum("isn,sn->si", V, b).double()
-    # Solutions may be alike, or zero: what rounding does not tell apart is left out.
+def _nearest(A: Product, b: Tensor, V: Tensor) -> Iterator[tuple[Tensor, Tensor]]:  # (S, n), (k, S, n)
+    """Yield x = Σ_i c_i v_i over the first i, row by row, with the c that minimises ‖x − A⁻¹b‖_A, and b − A x."""
     rounding = 100 * torch.finfo(b.dtype).eps
-    c = (torch.linalg.pinv((M + M.mT) / 2, rtol=rounding, hermitian=True) @ m.unsqueeze(-1)).squeeze(-1).to(b)
-    return torch.einsum("si,isn->sn", c, V), b - torch.einsum("si,isn->sn", c, AV)
+    AV = V[:0]
+    for i in range(1, len(V) + 1):
+        AV = torch.cat([AV, A(V[i - 1]).unsqueeze(0)])
+        M = torch.einsum("isn,jsn->sij", V[:i], AV).double()
+        m = torch.einsum("isn,sn->si", V[:i], b).double()
+        # Solutions may be alike, or zero: what rounding does not tell apart is left out.
+        c = (torch.linalg.pinv((M + M.mT) / 2, rtol=rounding, hermitian=True) @ m.unsqueeze(-1)).squeeze(-1).to(b)
+        yield torch.einsum("si,isn->sn", c, V[:i]), b - torch.einsum("si,isn->sn", c, AV)
 
 
 def residuals(left: Tensor, b: Tensor, precondition: Product) -> Tensor:  # (S, n), (S, n) -> (S,)

@@ -87,3 +87,12 @@ def test_several_starts_are_combined(float64):
         conjugate_gradients(lambda v: v @ A, b, lambda v: v / A.diagonal(), 1e-8, 500, start) for start in (other, same)
     )
     assert two.iterations == one.iterations
+
+
+def test_a_start_that_is_good_enough_spares_the_others(float64):
+    A, b = problem()
+    solution = torch.linalg.solve(A, b.mT).mT
+    starts = torch.stack([solution, torch.randn_like(b)])
+    found = conjugate_gradients(lambda v: v @ A, b, lambda v: v / A.diagonal(), 1e-8, 500, starts)
+    assert (found.iterations, found.products) == (0, len(b))
+    assert_close(found.x, solution, rtol=1e-8, atol=1e-12)
