@@ -1,6 +1,6 @@
 """Every trained network is locally a Gaussian process."""
 
-from ntkgp import likelihoods, posteriors, priors, report
+from ntkgp import inverse, likelihoods, posteriors, priors, report
 from ntkgp.kernels import LinearizedMean, NTKKernel
 from ntkgp.linearization import Linearization
 from ntkgp.posteriors import Posterior, Prediction, fit, load
@@ -12,6 +12,7 @@ __all__ = [
     "Posterior",
     "Prediction",
     "fit",
+    "inverse",
     "likelihoods",
     "load",
     "posteriors",
