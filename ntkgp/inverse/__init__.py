@@ -1,6 +1,26 @@
 """Inverse problems: measurements y = A x + ε of images whose prior is a network."""
 
+from ntkgp.inverse.classical import Classical, tikhonov, total_variation_reconstruction
+from ntkgp.inverse.deep_image_prior import DeepImagePrior, train
 from ntkgp.inverse.operators import Blur, Fourier, Mask, Matrix, Measurement, Physics, as_measurement
 from ntkgp.inverse.ray_transform import RayTransform
+from ntkgp.inverse.total_variation import total_variation
+from ntkgp.inverse.unet import UNet
 
-__all__ = ["Blur", "Fourier", "Mask", "Matrix", "Measurement", "Physics", "RayTransform", "as_measurement"]
+__all__ = [
+    "Blur",
+    "Classical",
+    "DeepImagePrior",
+    "Fourier",
+    "Mask",
+    "Matrix",
+    "Measurement",
+    "Physics",
+    "RayTransform",
+    "UNet",
+    "as_measurement",
+    "tikhonov",
+    "total_variation",
+    "total_variation_reconstruction",
+    "train",
+]
