@@ -1,6 +1,7 @@
 """Every trained network is locally a Gaussian process."""
 
 from ntkgp import inverse, likelihoods, posteriors, priors, report
+from ntkgp.inverse import reconstruct
 from ntkgp.kernels import LinearizedMean, NTKKernel
 from ntkgp.linearization import Linearization
 from ntkgp.posteriors import Posterior, Prediction, fit, load
@@ -17,5 +18,6 @@ __all__ = [
     "load",
     "posteriors",
     "priors",
+    "reconstruct",
     "report",
 ]

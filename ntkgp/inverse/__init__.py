@@ -4,6 +4,7 @@ from ntkgp.inverse.classical import Classical, tikhonov, total_variation_reconst
 from ntkgp.inverse.deep_image_prior import DeepImagePrior, train
 from ntkgp.inverse.operators import Blur, Fourier, Mask, Matrix, Measurement, Physics, as_measurement
 from ntkgp.inverse.ray_transform import RayTransform
+from ntkgp.inverse.reconstruction import Reconstruction, reconstruct
 from ntkgp.inverse.total_variation import total_variation
 from ntkgp.inverse.unet import UNet
 
@@ -17,8 +18,10 @@ __all__ = [
     "Measurement",
     "Physics",
     "RayTransform",
+    "Reconstruction",
     "UNet",
     "as_measurement",
+    "reconstruct",
     "tikhonov",
     "total_variation",
     "total_variation_reconstruction",

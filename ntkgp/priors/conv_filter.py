@@ -66,6 +66,10 @@ class ConvFilterGP(LinearPrior):
     def lengthscale(self, value: float | Mapping[str, float] | Tensor) -> None:
         self._set_positive("lengthscale", _each("lengthscale", value, tuple(self.filters)))
 
+    def grid_distances(self, name: str) -> Tensor:  # (k, k)
+        """Return ‖p − p'‖ between the weights of a convolution's filters."""
+        return self._distances[name]
+
     @property
     def atoms(self) -> list[dict[str, Covariance]]:
         """E_δ for every convolution and distance, the identity for every other parameter."""

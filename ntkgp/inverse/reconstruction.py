@@ -1,0 +1,248 @@
+"""The reconstruction as a Gaussian model: a network trained on one measurement, linearised at its weights."""
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ntkgp.inverse.deep_image_prior import DeepImagePrior, train
+from ntkgp.inverse.operators import Measurement, as_measurement
+from ntkgp.inverse.predcp import add_predcp
+from ntkgp.inverse.ray_transform import RayTransform
+from ntkgp.inverse.unet import UNet
+from ntkgp.likelihoods import Gaussian
+from ntkgp.linearization import Features, Linearization
+from ntkgp.posteriors import FunctionSpacePosterior, fit
+from ntkgp.priors import ConvFilterGP, Isotropic, Prior
+
+__all__ = ["Reconstruction", "reconstruct"]
+
+PRIORS: dict[str, Callable[[Linearization], Prior]] = {"conv_filter": ConvFilterGP, "iid": Isotropic}
+TUNINGS = ("evidence", "predcp")
+
+
+class Pixels(nn.Module):
+    """A network whose outputs are the pixels of its image, in a row."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, z: Tensor) -> Tensor:  # (1, ...) -> (1, d_x)
+        """Return the image."""
+        return self.net(z).flatten(1)
+
+
+class Measured(Pixels):
+    """A network whose outputs are what is measured of its image."""
+
+    def __init__(self, net: nn.Module, A: Measurement) -> None:
+        super().__init__(net)
+        self.A = A
+
+    def forward(self, z: Tensor) -> Tensor:  # (1, ...) -> (1, d_y)
+        """Return A f(z)."""
+        return self.A(self.net(z)).flatten(1)
+
+
+@dataclass(frozen=True)
+class Reconstruction:
+    r"""x = f* + J(θ − θ*), θ ~ N(m₀, S₀), y = A x + ε, ε ~ N(0, σ² I): a Gaussian model of image and measurement.
+
+    With K = J S₀ Jᵀ over pixels and Σ_yy = A K Aᵀ + σ² I the image has covariance K − K Aᵀ Σ_yy⁻¹ A K, and the mean f*,
+    or after :meth:`refine` that of the linear model, μ₀ + K Aᵀ Σ_yy⁻¹ (y − A μ₀) with μ₀ = f* + J(m₀ − θ*). All of it
+    is the function-space posterior of a network that returns A f, with the weights' covariances shared by pixels.
+    """
+
+    dip: DeepImagePrior
+    A: Measurement
+    posterior: FunctionSpacePosterior  # of the network that returns measurements
+    pixels: Linearization  # of the network that returns images
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the image."""
+        return self.A.image_shape
+
+    @cached_property
+    def mean(self) -> Tensor:  # (*image_shape)
+        """The posterior mean."""
+        z, shift = self._z, self.posterior.shift
+        x = self.pixels(z)[0] if shift is None else torch.stack(self.pixels.value_and_jvp(z, shift)).sum(0)[0]
+        return x.view(self.shape)
+
+    @property
+    def std(self) -> Tensor:  # (*image_shape)
+        """The posterior standard deviation of each pixel, without the noise of measurements."""
+        return self._covariance.diagonal().sqrt().view(self.shape)
+
+    def covariance(self, patch: Tensor | None = None) -> Tensor:  # (n, n)
+        """Return the posterior covariance of some pixels.
+
+        Args:
+            patch: which, numbered row by row; all by default.
+        """
+        return self._covariance if patch is None else self._covariance[patch][:, patch]
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:  # (n, *image_shape)
+        """Draw images: x = f* + J(θ − θ*) with θ from the posterior, by Matheron's rule."""
+        theta = self.posterior.sample_weights(n, generator)
+        moved = self.pixels.jvp(self._z, theta - self.pixels.theta)[:, 0]
+        with torch.no_grad():
+            return (self.pixels(self._z) + moved).unflatten(1, self.shape)
+
+    def log_likelihood(self, x: Tensor, patch: int = 1, noise: float = 0.0) -> float:  # (*image_shape)
+        """Return log N(x) per pixel, patch by patch.
+
+        Args:
+            x: the true image.
+            patch: pixels on a side of the squares that are independent of each other.
+            noise: a variance to add to every pixel's.
+
+        Raises:
+            ValueError: if x has another shape, or the covariance of a patch is singular.
+        """
+        if x.shape != self.shape:
+            raise ValueError(f"x must have the shape {tuple(self.shape)}, but has {tuple(x.shape)}")
+        if patch < 1:
+            raise ValueError(f"patch must be at least 1, but is {patch}")
+        left, total = (x.to(self.mean) - self.mean).flatten(), 0.0
+        for which in _patches(self.shape, patch):
+            Sigma = self.covariance(which)
+            Sigma = Sigma + noise * torch.eye(len(which)).to(Sigma)
+            L, info = torch.linalg.cholesky_ex(Sigma)
+            if info.item():
+                raise ValueError(
+                    "the covariance of a patch is singular to rounding: take smaller patches, or add noise"
+                )
+            normal = torch.distributions.MultivariateNormal(torch.zeros_like(left[which]), scale_tril=L)
+            total += normal.log_prob(left[which]).item()
+        return total / left.numel()
+
+    def log_evidence(self, at: str = "linear_mode") -> Tensor:  # ()
+        """Return log p(y), differentiable in the hyperparameters; see :meth:`Posterior.log_evidence`."""
+        return self.posterior.log_evidence(at=at)
+
+    def refine(self) -> "Reconstruction":
+        """Return the reconstruction whose mean is that of the linear model, too."""
+        return Reconstruction(self.dip, self.A, self.posterior.refine(), self.pixels)
+
+    @property
+    def _z(self) -> Tensor:
+        return self.dip.z.to(self.pixels.theta)
+
+    @cached_property
+    def _features(self) -> Features:
+        with torch.no_grad():
+            return self.pixels.features(self._z)
+
+    @property
+    def _covariance(self) -> Tensor:  # (d_x, d_x)
+        with torch.no_grad():
+            return self.posterior._current("image covariance", lambda: self.posterior._blocks(self._features)[0])
+
+
+def _patches(shape: torch.Size, size: int) -> Iterator[Tensor]:
+    """Yield the numbers of the pixels of each square, channel by channel; those at the edges may be smaller."""
+    numbers = torch.arange(shape.numel()).view(-1, *shape[-2:])
+    for channel in numbers:
+        for rows in channel.split(size, dim=0):
+            for part in rows.split(size, dim=1):
+                yield part.flatten()
+
+
+def reconstruct(
+    A: Any,
+    y: Tensor,
+    net: nn.Module | None = None,
+    z: Tensor | None = None,
+    prior: str | Callable[[Linearization], Prior] = "conv_filter",
+    tune: str | None = "evidence",
+    noise: float | None = None,
+    penalty: float = 3e-5,
+    steps: int = 5000,
+    rate: float = 1e-4,
+    tuning_steps: int = 100,
+    seed: int = 0,
+    progress: bool | None = None,
+) -> Reconstruction:
+    """Reconstruct an image with error bars from one measurement y = A x + ε.
+
+    Train a network on the measurement (:func:`train`), linearise it in double precision, and tune prior and noise by
+    the evidence of the linear model, exactly: for images and measurements of some thousand numbers.
+
+    Args:
+        A: a :class:`Measurement` as :class:`RayTransform`, a matrix, or an object with ``A(x)`` and ``A_adjoint(y)``.
+        y: the measurement, (1, *measured_shape).
+        net: a network from z to images; by default a :class:`UNet` that ``seed`` initialises.
+        z: its input; by default what ``A.fbp`` makes of y, or A_adjoint(y) with unit mean square where there is none.
+        prior: over convolution weights (of other parameters none): "conv_filter", "iid", or a function of the
+            linearisation.
+        tune: "evidence"; "predcp" for type-II MAP with the TV-PredCP hyperprior; None to leave the prior as it is.
+        noise: σ², the variance of the measurement's noise; None to learn it, starting at the network's residual.
+        penalty: γ, of total variation while training.
+        steps: of training.
+        rate: of training.
+        tuning_steps: of tuning, at most.
+        seed: of the default network.
+        progress: whether to show bars; by default in a terminal.
+
+    Raises:
+        ValueError: if a name is not known, or a shape does not fit.
+    """
+    if tune is not None and tune not in TUNINGS:
+        raise ValueError(f"tune must be one of {', '.join(TUNINGS)} or None, but is {tune!r}")
+    if isinstance(prior, str) and prior not in PRIORS:
+        raise ValueError(f"prior must be one of {', '.join(PRIORS)} or a function, but is {prior!r}")
+    operator = as_measurement(A, y)
+    if net is None:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            net = UNet(in_channels=operator.image_shape[0], out_channels=operator.image_shape[0]).to(y)
+    dip = train(operator, y, net, _input(operator, y) if z is None else z, penalty, steps, rate, progress=progress)
+    return linearized(dip, operator, y, prior, tune, noise, penalty, tuning_steps, progress)
+
+
+def linearized(
+    dip: DeepImagePrior,
+    A: Measurement,
+    y: Tensor,
+    prior: str | Callable[[Linearization], Prior] = "conv_filter",
+    tune: str | None = "evidence",
+    noise: float | None = None,
+    penalty: float = 3e-5,
+    tuning_steps: int = 100,
+    progress: bool | None = None,
+) -> Reconstruction:
+    """Return the Gaussian model of a network that has been trained; arguments as for :func:`reconstruct`."""
+    net, operator = deepcopy(dip.net).double().requires_grad_(True), deepcopy(A).double()
+    z, y = dip.z.double(), y.double()
+    weights = [f"net.{name}.weight" for name, module in net.named_modules() if isinstance(module, nn.Conv2d)]
+    measured, pixels = (
+        Linearization(part, parameters=weights, example=z) for part in (Measured(net, operator), Pixels(net))
+    )
+    with torch.no_grad():
+        residual = (operator(net(z)) - y).square().mean().item()
+    likelihood = Gaussian(noise or residual, learn_noise=noise is None).double()
+    chosen = (PRIORS[prior] if isinstance(prior, str) else prior)(measured)
+    posterior = fit(measured, (z, y.flatten(1)), likelihood, "function", chosen, tune=False)
+    assert isinstance(posterior, FunctionSpacePosterior)
+    found = Reconstruction(dip, operator, posterior, pixels)
+    if tune == "predcp":
+        if not isinstance(chosen, ConvFilterGP):
+            raise ValueError(f'tune="predcp" is for prior="conv_filter", but the prior is {type(chosen).__name__}')
+        add_predcp(chosen, found._features, found.mean[0], penalty * y.numel() / (2 * residual))
+    if tune is not None:
+        posterior.tune(steps=tuning_steps, progress=progress)
+    return found
+
+
+def _input(A: Measurement, y: Tensor) -> Tensor:  # (1, *image_shape)
+    if isinstance(A, RayTransform):
+        return A.fbp(y)
+    x = A.A_adjoint(y)
+    return x / x.square().mean().sqrt().clamp(min=torch.finfo(x.dtype).tiny)

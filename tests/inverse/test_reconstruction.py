@@ -1,0 +1,199 @@
+"""The linearised reconstruction against dense Gaussian algebra."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributions import MultivariateNormal
+from torch.testing import assert_close
+
+import ntkgp
+from ntkgp.inverse import RayTransform, UNet, reconstruct, total_variation
+from ntkgp.inverse.predcp import ExpectedVariation
+from ntkgp.priors import Isotropic
+
+SIZE = 8
+
+
+class Dense:
+    """The same model from J and S₀ as matrices."""
+
+    def __init__(self, rec) -> None:
+        lin, prior, z = rec.pixels, rec.posterior.prior, rec._z
+        self.J, self.S0 = lin.jacobian(z)[0], prior.covariance().to_dense()
+        n = rec.shape.numel()
+        self.A = rec.A(torch.eye(n).view(n, *rec.shape)).flatten(1).mT
+        self.f, self.theta, self.noise = lin(z)[0], lin.theta, rec.posterior.likelihood.noise
+        self.mu = self.f + self.J @ (prior.mean - self.theta)
+        self.K = self.J @ self.S0 @ self.J.mT
+        self.Syy = self.A @ self.K @ self.A.mT + self.noise * torch.eye(len(self.A))
+
+    @property
+    def covariance(self) -> Tensor:
+        return self.K - self.K @ self.A.mT @ torch.linalg.solve(self.Syy, self.A @ self.K)
+
+
+@pytest.fixture
+def measurement(float64):
+    A = RayTransform.parallel(SIZE, 4)
+    x = torch.zeros(1, 1, SIZE, SIZE)
+    x[..., 2:6, 3:6] = 0.7
+    y = A(x)
+    return A, x, y + 0.05 * torch.randn_like(y)
+
+
+def network(**options) -> UNet:
+    torch.manual_seed(1)
+    return UNet(channels=3, scales=2, skip=2, **options)
+
+
+def rec_of(measurement, **options):
+    A, _, y = measurement
+    defaults = {"steps": 50, "rate": 1e-2, "tune": None, "noise": 0.01}
+    return reconstruct(A, y, network(), **defaults | options)
+
+
+@pytest.mark.parametrize("prior", ["conv_filter", "iid"])
+def test_covariance_evidence_and_refined_mean_are_those_of_the_dense_model(measurement, prior):
+    rec = rec_of(measurement, prior=prior)
+    dense, y = Dense(rec), measurement[2].flatten()
+    assert_close(rec.covariance(), dense.covariance, rtol=1e-8, atol=1e-12)
+    assert_close(rec.std.flatten(), dense.covariance.diagonal().sqrt(), rtol=1e-8, atol=0)
+    patch = torch.tensor([3, 9, 20])
+    assert_close(rec.covariance(patch), dense.covariance[patch][:, patch], rtol=1e-8, atol=1e-12)
+    evidence = MultivariateNormal(dense.A @ dense.mu, dense.Syy).log_prob(y)
+    assert_close(rec.log_evidence(), evidence, rtol=1e-9, atol=0)
+    assert_close(rec.mean.flatten(), dense.f)
+    gain = dense.K @ dense.A.mT @ torch.linalg.solve(dense.Syy, y - dense.A @ dense.mu)
+    refined = rec.refine()
+    assert_close(refined.mean.flatten(), dense.mu + gain, rtol=1e-7, atol=1e-9)
+    assert_close(refined.covariance(), dense.covariance, rtol=1e-8, atol=1e-12)
+
+
+def test_only_convolution_weights_are_random(measurement):
+    rec = rec_of(measurement)
+    assert all(name.endswith("weight") for name in rec.pixels.layout.names)
+    assert rec.pixels.layout == rec.posterior.lin.layout
+
+
+def test_evidence_gradients_agree_with_differences_for_every_hyperparameter(measurement):
+    rec = rec_of(measurement, noise=None, tune=None)
+    for name, p in rec.posterior.named_parameters():
+        (g,) = torch.autograd.grad(rec.log_evidence(), p)
+        for i in range(p.numel()):
+            values = []
+            for step in (1e-5, -1e-5):
+                with torch.no_grad():
+                    p.view(-1)[i] += step
+                values.append(rec.log_evidence().item())
+                with torch.no_grad():
+                    p.view(-1)[i] -= step
+            assert g.view(-1)[i].item() == pytest.approx((values[0] - values[1]) / 2e-5, rel=2e-5, abs=1e-6), name
+
+
+def test_samples_have_the_covariance_and_the_mean(measurement):
+    rec = rec_of(measurement)
+    draws = rec.sample(4000, torch.Generator().manual_seed(0)).flatten(1)
+    S, Sigma = len(draws), rec.covariance()
+    variance = Sigma.diagonal()
+    error = ((variance[:, None] * variance + Sigma**2) / S).sqrt()
+    assert ((draws.mean(0) - rec.mean.flatten()).abs() <= 5 * (variance / S).sqrt()).all()
+    assert ((draws.T.cov() - Sigma).abs() <= 5 * error).all()
+
+
+def test_equal_layers_get_different_draws(measurement):
+    rec = rec_of(measurement, prior="iid")
+    theta = rec.pixels.layout.split(rec.posterior.sample_weights(2) - rec.pixels.theta)
+    equal = [v for v in theta.values() if v.shape[1:] == (3, 3, 3, 3)]
+    assert len(equal) >= 2
+    assert (equal[0] - equal[1]).abs().min() > 0
+    assert (equal[0][0] - equal[0][1]).abs().min() > 0
+
+
+def test_the_log_likelihood_is_that_of_independent_patches(measurement):
+    rec, x = rec_of(measurement), measurement[1][0]
+    whole = MultivariateNormal(rec.mean.flatten(), rec.covariance()).log_prob(x.flatten()) / SIZE**2
+    assert rec.log_likelihood(x, patch=SIZE) == pytest.approx(whole.item(), rel=1e-8)
+    single = torch.distributions.Normal(rec.mean, (rec.std**2 + 0.01).sqrt()).log_prob(x).mean()
+    assert rec.log_likelihood(x, noise=0.01) == pytest.approx(single.item(), rel=1e-9)
+    uneven = rec.log_likelihood(x, patch=3)  # 3 + 3 + 2 on a side
+    assert math.isfinite(uneven)
+    assert uneven != pytest.approx(single.item(), rel=1e-3)
+
+
+def test_tuning_raises_the_evidence_and_learns_noise(measurement):
+    rec = rec_of(measurement, noise=None, steps=800)
+    before = rec.log_evidence().item()
+    tuned = rec_of(measurement, noise=None, tune="evidence", tuning_steps=30, steps=800)
+    assert tuned.log_evidence().item() > before + 1
+    assert tuned.posterior.likelihood.noise.item() != rec.posterior.likelihood.noise.item()
+    given = rec_of(measurement, noise=0.02, tune="evidence", tuning_steps=5, steps=800)
+    assert given.posterior.likelihood.noise.item() == pytest.approx(0.02)
+
+
+# TV-PredCP
+
+
+def test_expected_variation_has_its_closed_form_and_derivative(measurement):
+    rec = rec_of(measurement)
+    prior = rec.posterior.prior
+    prior.variance = torch.rand(len(prior.layout.names)) + 0.5
+    prior.lengthscale = torch.rand(len(prior.filters)) + 0.5
+    kappa = ExpectedVariation(prior, rec._features, rec.mean[0])
+    found = kappa(prior)
+    dense, ends = Dense(rec), torch.tensor(prior.layout.sizes).cumsum(0).tolist()
+    blocks = {n: slice(e - size, e) for n, e, size in zip(prior.layout.names, ends, prior.layout.sizes, strict=True)}
+    for d, name in enumerate(prior.filters):
+        J, S = dense.J[:, blocks[name]], dense.S0[blocks[name], blocks[name]]
+        root = torch.linalg.cholesky(S)
+        draws = dense.f + torch.randn(4000, len(S)) @ root.mT @ J.mT
+        tv = total_variation(draws.unflatten(1, (SIZE, SIZE)))
+        assert abs(tv.mean() - found[0, d]) <= 5 * tv.std() / len(tv) ** 0.5
+        ell = prior.lengthscale.detach().clone()
+        values = []
+        for step in (1e-5, -1e-5):
+            moved = ell.clone()
+            moved[d] *= math.exp(step)
+            prior.lengthscale = moved
+            values.append(kappa(prior)[0, d].item())
+        prior.lengthscale = ell
+        assert found[1, d].item() == pytest.approx((values[0] - values[1]) / 2e-5, rel=1e-5)
+
+
+def test_predcp_adds_its_log_density_to_the_objective(measurement):
+    from ntkgp.posteriors.tuning import Objective
+
+    rec = rec_of(measurement, tune="predcp", tuning_steps=1, noise=None, steps=800)
+    post, prior = rec.posterior, rec.posterior.prior
+    objective = Objective(post, "linear_mode", post, {})
+    kappa, slope = ExpectedVariation(prior, rec._features, rec.mean[0])(prior)
+    rate = prior.predcp.rate
+    assert_close(objective(), post.log_evidence() + (slope.abs().log() - rate * kappa).sum(), rtol=1e-9, atol=0)
+    for name, p in prior.named_parameters():
+        (g,) = torch.autograd.grad(objective(), p)
+        values = []
+        for step in (1e-5, -1e-5):
+            with torch.no_grad():
+                p.view(-1)[0] += step
+            values.append(objective().item())
+            with torch.no_grad():
+                p.view(-1)[0] -= step
+        assert g.view(-1)[0].item() == pytest.approx((values[0] - values[1]) / 2e-5, rel=1e-4, abs=1e-5), name
+
+
+# Bad input
+
+
+def test_bad_input_is_named(measurement):
+    A, x, y = measurement
+    with pytest.raises(ValueError, match="tune must be one of evidence, predcp or None, but is 'map'"):
+        reconstruct(A, y, tune="map")
+    with pytest.raises(ValueError, match="prior must be one of conv_filter, iid or a function, but is 'flat'"):
+        reconstruct(A, y, prior="flat")
+    with pytest.raises(ValueError, match='tune="predcp" is for prior="conv_filter", but the prior is Isotropic'):
+        rec_of(measurement, prior=Isotropic, tune="predcp")
+    rec = rec_of(measurement)
+    with pytest.raises(ValueError, match=r"x must have the shape \(1, 8, 8\), but has \(1, 1, 8, 8\)"):
+        rec.log_likelihood(x)
+    assert ntkgp.reconstruct is reconstruct
