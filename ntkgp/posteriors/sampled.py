@@ -17,12 +17,13 @@ from ntkgp.posteriors.descent import KRONECKER_POINTS, kronecker_preconditioner
 from ntkgp.posteriors.function_space import FunctionSpacePosterior
 from ntkgp.posteriors.model import Chunk, split
 from ntkgp.posteriors.weight_space import WeightSpacePosterior
-from ntkgp.solvers import Product, Rows, Solution, dual_descent, gradient_descent
+from ntkgp.solvers import Nystrom, Product, Rows, Solution, dual_descent, gradient_descent
 
 __all__ = ["SampledPosterior"]
 
 SOLVERS = ("cg", "descent", "dual")
 _SUBSET_ROWS = 6000  # rows of B of the subset that preconditions: factorised in a second
+_SKETCH = 200  # vectors of the sketch that preconditions where a single point has more rows
 _REMEMBERED = 2  # solutions that the next ones start from
 _BLOCK = 256  # points whose noise comes from one seed
 
@@ -35,9 +36,9 @@ class SampledPosterior(WeightSpacePosterior):
     .. math:: (J^\top \Lambda J + S_0^{-1})\, \zeta = S_0^{-1} \theta_0 + J^\top R\, \varepsilon
 
     has covariance Σ, and equals Matheron's θ₀ − S₀ Jᵀ R B⁻¹(Rᵀ J θ₀ − ε). Solved by conjugate gradients, one pass over
-    the data an iteration for all samples together, preconditioned by the exact posterior of a weighted subset. The
-    noise stays when hyperparameters change, and solutions are where the next ones start. Under ``torchrun`` the
-    processes share the data.
+    the data an iteration for all samples together, preconditioned by the exact posterior of a weighted subset, or where
+    one point has too many outputs for that, as an image, by a random sketch of Jᵀ Λ J. The noise stays when
+    hyperparameters change, and solutions are where the next ones start. Under ``torchrun`` processes share the data.
 
     Args:
         state: as for :class:`Posterior`.
@@ -46,6 +47,8 @@ class SampledPosterior(WeightSpacePosterior):
         tolerance: of the linear systems, relative, in the norm that the preconditioner defines.
         max_iterations: passes over the data for the samples, at most.
         preconditioner: how many points precondition the linear systems; by default what is factorised in a second.
+        sketch: the rank of a sketch that preconditions instead, at the price of so many products with Jᵀ Λ J; 0 for
+            none, by default 200 if a single point has more outputs than could be factorised.
         solver: "cg" for conjugate gradients, an iteration a pass; or ``max_iterations`` passes by minibatches, for one
             process: "descent" down the gradient, with a Kronecker-factored preconditioner, or "dual" over a number for
             each output, Matheron's rule as it stands.
@@ -63,6 +66,7 @@ class SampledPosterior(WeightSpacePosterior):
         tolerance: float = 1e-2,
         max_iterations: int = 100,
         preconditioner: int | None = None,
+        sketch: int | None = None,
         solver: str = "cg",
         batch_size: int = 256,
     ) -> None:
@@ -76,7 +80,9 @@ class SampledPosterior(WeightSpacePosterior):
             raise ValueError(f"solver must be one of {', '.join(SOLVERS)}, but is {solver!r}")
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, but is {batch_size}")
-        self.preconditioner, self.solver, self.batch_size = preconditioner, solver, batch_size
+        if sketch is not None and sketch < 0:
+            raise ValueError(f"sketch must be a rank, but is {sketch}")
+        self.preconditioner, self.sketch, self.solver, self.batch_size = preconditioner, sketch, solver, batch_size
         self.model = self.model.shared()
         if solver != "cg" and self.model.ranks.world > 1:
             raise ValueError(f'solver="{solver}" runs in one process, but there are {self.model.ranks.world}: use "cg"')
@@ -86,10 +92,11 @@ class SampledPosterior(WeightSpacePosterior):
         self._f: Tensor | None = None  # (N, C), where Λ is evaluated at our points
         self._pulled_noise: tuple[list[Tensor], Tensor] | None = None  # with the likelihood's hyperparameters then
         self._coarse: list[FunctionSpacePosterior] = []  # in a list, as it is no part of this module
+        self._sketched: tuple[list[Tensor], Tensor] | None = None  # with the likelihood's hyperparameters then
 
     @property
     def _options(self) -> dict[str, Any]:
-        names = ("num_samples", "seed", "tolerance", "max_iterations", "preconditioner", "solver", "batch_size")
+        names = "num_samples", "seed", "tolerance", "max_iterations", "preconditioner", "sketch", "solver", "batch_size"
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -102,12 +109,13 @@ class SampledPosterior(WeightSpacePosterior):
 
     def _at(self, *args: Any, **kwargs: Any) -> Self:
         moved = super()._at(*args, **kwargs)
-        moved._last = self._last
+        moved._last, moved._sketched = self._last, self._sketched
         return moved
 
     def _forget(self) -> None:
         super()._forget()
         self._last, self._step, self._f, self._pulled_noise, self._coarse = None, None, None, None, []
+        self._sketched = None
 
     # Samples
 
@@ -226,11 +234,51 @@ class SampledPosterior(WeightSpacePosterior):
     # The preconditioner
 
     def _precondition(self, v: Tensor) -> Tensor:  # (S, P)
-        return self._subset()._covariance_times(v)
+        return self._sketch_preconditioner()(v) if self._rank else self._subset()._covariance_times(v)
 
     def _preconditioner_at(self, delta: Tensor) -> Product:  # (P,)
         """Return the covariance of the subset's posterior with Λ at θ* + δ: a sure network has none at θ*."""
-        return self._subset()._at(delta)._covariance_times
+        return self._sketch_preconditioner() if self._rank else self._subset()._at(delta)._covariance_times
+
+    @property
+    def _rank(self) -> int:
+        if self.sketch is not None:
+            return self.sketch
+        return min(_SKETCH, self.lin.num_params) if self.lin.num_outputs > _SUBSET_ROWS else 0
+
+    def _sketch_preconditioner(self) -> Product:
+        """Return v -> (S₀⁻¹ + W Wᵀ)⁻¹ v for Jᵀ Λ J ≈ W Wᵀ, by Woodbury's identity: a new prior costs no product."""
+
+        def make() -> tuple[Tensor, Tensor]:
+            W = self._sketch()
+            B = W @ self.prior.covariance_times(W).mT
+            B.diagonal().add_(1)
+            return W, torch.linalg.cholesky(B)
+
+        with torch.no_grad():
+            W, L = self._current("sketch", make)
+
+        def precondition(v: Tensor) -> Tensor:  # (S, P)
+            Sv = self.prior.covariance_times(v)
+            return Sv - self.prior.covariance_times(torch.cholesky_solve(W @ Sv.mT, L).mT @ W)
+
+        return precondition
+
+    def _sketch(self) -> Tensor:  # Wᵀ, (k, P)
+        """Return a Nyström approximation of Jᵀ Λ J, sketched in the coordinates of the prior of the time."""
+        now = [p.detach().clone() for p in self.likelihood.parameters()]
+        if self._sketched is None or not all(map(torch.equal, now, self._sketched[0])):
+            root, prior = self._roots_now(), self.prior
+
+            def whitened(z: Tensor) -> Tensor:  # S₀^½ᵀ Jᵀ Λ J S₀^½ z, as many at a time as there are samples
+                parts = z.split(self.num_samples + 1)
+                return torch.cat([prior.whiten(self._ggn_times(prior.spread(part), root)) for part in parts])
+
+            generator = torch.Generator(self.lin.device).manual_seed(self.seed)
+            found = Nystrom.sketch(whitened, self.lin.theta, self.lin.num_params, self._rank, generator)
+            W = found.eigenvalues.sqrt().unsqueeze(1) * prior.precision_times(prior.spread(found.U))
+            self._sketched = now, W
+        return self._sketched[1]
 
     def _subset(self) -> FunctionSpacePosterior:
         if not self._coarse:

@@ -247,3 +247,36 @@ def test_minibatches_find_the_same_samples(solver, passes, bound, likelihood, da
 def test_an_unknown_solver_is_named(float64):
     with pytest.raises(ValueError, match="solver must be one of cg, descent, dual, but is 'magic'"):
         Problem().fit("sampled", solver="magic")
+
+
+@pytest.mark.parametrize("likelihood", ["gaussian", "categorical"])
+@pytest.mark.parametrize("prior", ["isotropic", "grouped"])
+def test_a_sketch_preconditions_as_a_subset_does(likelihood, prior, float64):
+    problem = Problem("mlp", likelihood, prior)
+    plain = problem.fit("sampled", num_samples=3, **EXACT)
+    post = problem.fit("sampled", num_samples=3, tolerance=1e-11, sketch=4)
+    assert_close(post._statistics(), plain._statistics(), rtol=1e-6, atol=1e-8)
+    J, f, _, _ = problem.dense()
+    Lambda = post.likelihood.curvature(post.model.data.y, f)
+    H = torch.einsum("ncp,ncd,ndq->pq", J, Lambda, J) + torch.linalg.inv(post.prior.covariance().to_dense())
+    rank = problem.lin.num_params
+    whole = problem.fit("sampled", num_samples=3, tolerance=1e-11, sketch=rank)  # of full rank it is the inverse
+    v = torch.randn(2, rank)
+    assert_close(whole._precondition(v), torch.linalg.solve(H, v.mT).mT, rtol=1e-5, atol=1e-7)
+    assert whole.solution.iterations <= 4
+    assert whole.solution.iterations < post.solution.iterations
+
+
+def test_a_sketch_stays_when_the_prior_changes_and_goes_when_the_noise_does(float64):
+    problem = Problem("mlp", "gaussian")
+    post = problem.fit("sampled", num_samples=3, tolerance=1e-8, sketch=10)
+    first = post._sketch()
+    post.prior.precision = 3.0
+    assert post._sketch() is first
+    plain = problem.fit("sampled", num_samples=3, **EXACT)
+    plain.prior.precision = 3.0
+    assert_close(post._statistics(), plain._statistics(), rtol=1e-5, atol=1e-6)
+    post.likelihood.noise = 0.3
+    assert post._sketch() is not first
+    with pytest.raises(ValueError, match="sketch must be a rank, but is -1"):
+        problem.fit("sampled", sketch=-1)
