@@ -4,7 +4,7 @@ from ntkgp.inverse.classical import Classical, tikhonov, total_variation_reconst
 from ntkgp.inverse.deep_image_prior import DeepImagePrior, train
 from ntkgp.inverse.operators import Blur, Fourier, Mask, Matrix, Measurement, Physics, as_measurement
 from ntkgp.inverse.ray_transform import RayTransform
-from ntkgp.inverse.reconstruction import Reconstruction, reconstruct
+from ntkgp.inverse.reconstruction import Reconstruction, SampledReconstruction, linearized, reconstruct
 from ntkgp.inverse.total_variation import total_variation
 from ntkgp.inverse.unet import UNet
 
@@ -19,8 +19,10 @@ __all__ = [
     "Physics",
     "RayTransform",
     "Reconstruction",
+    "SampledReconstruction",
     "UNet",
     "as_measurement",
+    "linearized",
     "reconstruct",
     "tikhonov",
     "total_variation",

@@ -16,13 +16,19 @@ from ntkgp.inverse.ray_transform import RayTransform
 from ntkgp.inverse.unet import UNet
 from ntkgp.likelihoods import Gaussian
 from ntkgp.linearization import Features, Linearization
-from ntkgp.posteriors import FunctionSpacePosterior, fit
-from ntkgp.priors import ConvFilterGP, Isotropic, Prior
+from ntkgp.posteriors import Posterior, SampledPosterior, fit
+from ntkgp.priors import ConvFilterGP, Grouped, Isotropic, Prior
 
 __all__ = ["Reconstruction", "reconstruct"]
 
-PRIORS: dict[str, Callable[[Linearization], Prior]] = {"conv_filter": ConvFilterGP, "iid": Isotropic}
+PRIORS: dict[str, Callable[[Linearization], Prior]] = {
+    "conv_filter": ConvFilterGP,
+    "iid": Isotropic,
+    "layerwise": lambda lin: Grouped(lin, by="layer"),
+}
 TUNINGS = ("evidence", "predcp")
+METHODS = ("auto", "exact", "sampled")
+_EXACT_BYTES = 2 << 30  # that the Jacobians of image and measurement may take for the exact method
 
 
 class Pixels(nn.Module):
@@ -55,12 +61,12 @@ class Reconstruction:
 
     With K = J S₀ Jᵀ over pixels and Σ_yy = A K Aᵀ + σ² I the image has covariance K − K Aᵀ Σ_yy⁻¹ A K, and the mean f*,
     or after :meth:`refine` that of the linear model, μ₀ + K Aᵀ Σ_yy⁻¹ (y − A μ₀) with μ₀ = f* + J(m₀ − θ*). All of it
-    is the function-space posterior of a network that returns A f, with the weights' covariances shared by pixels.
+    is the posterior of a network that returns A f, in function space, with the weights' covariances shared by pixels.
     """
 
     dip: DeepImagePrior
     A: Measurement
-    posterior: FunctionSpacePosterior  # of the network that returns measurements
+    posterior: Posterior  # of the network that returns measurements
     pixels: Linearization  # of the network that returns images
 
     @property
@@ -78,7 +84,7 @@ class Reconstruction:
     @property
     def std(self) -> Tensor:  # (*image_shape)
         """The posterior standard deviation of each pixel, without the noise of measurements."""
-        return self._covariance.diagonal().sqrt().view(self.shape)
+        return self._variance().sqrt().view(self.shape)
 
     def covariance(self, patch: Tensor | None = None) -> Tensor:  # (n, n)
         """Return the posterior covariance of some pixels.
@@ -86,7 +92,7 @@ class Reconstruction:
         Args:
             patch: which, numbered row by row; all by default.
         """
-        return self._covariance if patch is None else self._covariance[patch][:, patch]
+        return self._covariance(slice(None) if patch is None else patch)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:  # (n, *image_shape)
         """Draw images: x = f* + J(θ − θ*) with θ from the posterior, by Matheron's rule."""
@@ -129,7 +135,7 @@ class Reconstruction:
 
     def refine(self) -> "Reconstruction":
         """Return the reconstruction whose mean is that of the linear model, too."""
-        return Reconstruction(self.dip, self.A, self.posterior.refine(), self.pixels)
+        return type(self)(self.dip, self.A, self.posterior.refine(), self.pixels)
 
     @property
     def _z(self) -> Tensor:
@@ -140,10 +146,36 @@ class Reconstruction:
         with torch.no_grad():
             return self.pixels.features(self._z)
 
-    @property
-    def _covariance(self) -> Tensor:  # (d_x, d_x)
+    def _variance(self) -> Tensor:  # (d_x,)
+        return self._covariance(slice(None)).diagonal()
+
+    def _covariance(self, patch: Tensor | slice) -> Tensor:  # (n, n)
         with torch.no_grad():
-            return self.posterior._current("image covariance", lambda: self.posterior._blocks(self._features)[0])
+            whole = self.posterior._current("image covariance", lambda: self.posterior._blocks(self._features)[0])
+        return whole[patch][:, patch]
+
+
+class SampledReconstruction(Reconstruction):
+    """The same model by samples of its posterior, and covariances by averages over them.
+
+    Nothing is larger than a few images and weight vectors for each sample; with S samples standard deviations have a
+    relative error of about 1 / √(2 S).
+    """
+
+    posterior: SampledPosterior
+
+    def _variance(self) -> Tensor:  # (d_x,)
+        return self._moves().square().mean(0)
+
+    def _covariance(self, patch: Tensor | slice) -> Tensor:  # (n, n)
+        X = self._moves()[:, patch]
+        return X.mT @ X / len(X)
+
+    def _moves(self) -> Tensor:  # J ζ, (S, d_x)
+        with torch.no_grad():
+            return self.posterior._current(
+                "image samples", lambda: self.pixels.jvp(self._z, self.posterior._statistics())[:, 0]
+            )
 
 
 def _patches(shape: torch.Size, size: int) -> Iterator[Tensor]:
@@ -160,84 +192,122 @@ def reconstruct(
     y: Tensor,
     net: nn.Module | None = None,
     z: Tensor | None = None,
-    prior: str | Callable[[Linearization], Prior] = "conv_filter",
+    prior: str | Callable[[Linearization], Prior] | None = None,
     tune: str | None = "evidence",
+    method: str = "auto",
     noise: float | None = None,
     penalty: float = 3e-5,
     steps: int = 5000,
     rate: float = 1e-4,
-    tuning_steps: int = 100,
     seed: int = 0,
     progress: bool | None = None,
+    **options: Any,
 ) -> Reconstruction:
     """Reconstruct an image with error bars from one measurement y = A x + ε.
 
-    Train a network on the measurement (:func:`train`), linearise it in double precision, and tune prior and noise by
-    the evidence of the linear model, exactly: for images and measurements of some thousand numbers.
+    Train a network on the measurement (:func:`train`), linearise it, and tune prior and noise by the evidence of the
+    linear model: exactly, in double precision, for images and measurements of about a thousand numbers, or by samples.
 
     Args:
         A: a :class:`Measurement` as :class:`RayTransform`, a matrix, or an object with ``A(x)`` and ``A_adjoint(y)``.
         y: the measurement, (1, *measured_shape).
         net: a network from z to images; by default a :class:`UNet` that ``seed`` initialises.
         z: its input; by default what ``A.fbp`` makes of y, or A_adjoint(y) with unit mean square where there is none.
-        prior: over convolution weights (of other parameters none): "conv_filter", "iid", or a function of the
-            linearisation.
+        prior: over convolution weights (other parameters have none): "conv_filter", "iid", "layerwise", or a function
+            of the linearisation; by default "conv_filter" for the exact method and "layerwise" for samples.
         tune: "evidence"; "predcp" for type-II MAP with the TV-PredCP hyperprior; None to leave the prior as it is.
+        method: "exact"; "sampled", matrix-free, whose evidence is maximised by EM and which knows no PredCP; "auto" for
+            exact if the Jacobians fit 2 GB.
         noise: σ², the variance of the measurement's noise; None to learn it, starting at the network's residual.
         penalty: γ, of total variation while training.
         steps: of training.
         rate: of training.
-        tuning_steps: of tuning, at most.
         seed: of the default network.
         progress: whether to show bars; by default in a terminal.
+        options: of the Gaussian model, see :func:`linearized`.
 
     Raises:
         ValueError: if a name is not known, or a shape does not fit.
     """
-    if tune is not None and tune not in TUNINGS:
-        raise ValueError(f"tune must be one of {', '.join(TUNINGS)} or None, but is {tune!r}")
-    if isinstance(prior, str) and prior not in PRIORS:
-        raise ValueError(f"prior must be one of {', '.join(PRIORS)} or a function, but is {prior!r}")
+    _check_names(prior, tune, method)
     operator = as_measurement(A, y)
     if net is None:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             net = UNet(in_channels=operator.image_shape[0], out_channels=operator.image_shape[0]).to(y)
     dip = train(operator, y, net, _input(operator, y) if z is None else z, penalty, steps, rate, progress=progress)
-    return linearized(dip, operator, y, prior, tune, noise, penalty, tuning_steps, progress)
+    return linearized(dip, operator, y, prior, tune, method, noise, penalty, progress=progress, **options)
+
+
+def _check_names(prior: Any, tune: str | None, method: str) -> None:
+    if tune is not None and tune not in TUNINGS:
+        raise ValueError(f"tune must be one of {', '.join(TUNINGS)} or None, but is {tune!r}")
+    if isinstance(prior, str) and prior not in PRIORS:
+        raise ValueError(f"prior must be one of {', '.join(PRIORS)} or a function, but is {prior!r}")
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, but is {method!r}")
 
 
 def linearized(
     dip: DeepImagePrior,
     A: Measurement,
     y: Tensor,
-    prior: str | Callable[[Linearization], Prior] = "conv_filter",
+    prior: str | Callable[[Linearization], Prior] | None = None,
     tune: str | None = "evidence",
+    method: str = "auto",
     noise: float | None = None,
     penalty: float = 3e-5,
-    tuning_steps: int = 100,
+    tuning_steps: int | None = None,
     progress: bool | None = None,
+    **options: Any,
 ) -> Reconstruction:
-    """Return the Gaussian model of a network that has been trained; arguments as for :func:`reconstruct`."""
-    net, operator = deepcopy(dip.net).double().requires_grad_(True), deepcopy(A).double()
-    z, y = dip.z.double(), y.double()
-    weights = [f"net.{name}.weight" for name, module in net.named_modules() if isinstance(module, nn.Conv2d)]
+    """Return the Gaussian model of a network that has been trained.
+
+    Args:
+        dip: the network and its input.
+        A: the operator.
+        y: the measurement.
+        prior: as for :func:`reconstruct`, like all that is not here.
+        tune: by what to tune.
+        method: how to compute.
+        noise: σ².
+        penalty: γ, that the network was trained with; PredCP matches it.
+        tuning_steps: at most; by default 100 of the exact evidence, 5 of EM.
+        progress: whether to show bars.
+        options: of :class:`SampledPosterior`.
+    """
+    _check_names(prior, tune, method)
+    weights = sum(m.weight.numel() for m in dip.net.modules() if isinstance(m, nn.Conv2d))
+    exact = method == "exact" or (
+        method == "auto" and (A.image_shape.numel() + y.numel()) * weights * 8 <= _EXACT_BYTES
+    )
+    dtype = torch.float64 if exact else y.dtype
+    net, operator = deepcopy(dip.net).to(dtype).requires_grad_(True), deepcopy(A).to(dtype)
+    z, y = dip.z.to(dtype), y.to(dtype)
+    names = [f"net.{name}.weight" for name, module in net.named_modules() if isinstance(module, nn.Conv2d)]
     measured, pixels = (
-        Linearization(part, parameters=weights, example=z) for part in (Measured(net, operator), Pixels(net))
+        Linearization(part, parameters=names, example=z) for part in (Measured(net, operator), Pixels(net))
     )
     with torch.no_grad():
         residual = (operator(net(z)) - y).square().mean().item()
-    likelihood = Gaussian(noise or residual, learn_noise=noise is None).double()
+    likelihood = Gaussian(noise or residual, learn_noise=noise is None).to(dtype)
+    prior = prior or ("conv_filter" if exact else "layerwise")
     chosen = (PRIORS[prior] if isinstance(prior, str) else prior)(measured)
-    posterior = fit(measured, (z, y.flatten(1)), likelihood, "function", chosen, tune=False)
-    assert isinstance(posterior, FunctionSpacePosterior)
-    found = Reconstruction(dip, operator, posterior, pixels)
-    if tune == "predcp":
-        if not isinstance(chosen, ConvFilterGP):
-            raise ValueError(f'tune="predcp" is for prior="conv_filter", but the prior is {type(chosen).__name__}')
-        add_predcp(chosen, found._features, found.mean[0], penalty * y.numel() / (2 * residual))
+    if tune == "predcp" and not (exact and isinstance(chosen, ConvFilterGP)):
+        raise ValueError(
+            f'tune="predcp" is for prior="conv_filter" and method="exact", but the prior is {type(chosen).__name__} '
+            f"and the method {'exact' if exact else 'sampled'}"
+        )
+    data = z, y.flatten(1)
+    if exact:
+        found = Reconstruction(dip, operator, fit(measured, data, likelihood, "function", chosen, tune=False), pixels)
+        if tune == "predcp":
+            add_predcp(chosen, found._features, found.mean[0], penalty * y.numel() / (2 * residual))
+    else:
+        posterior = fit(measured, data, likelihood, "sampled", chosen, tune=False, **options)
+        found = SampledReconstruction(dip, operator, posterior, pixels)
     if tune is not None:
-        posterior.tune(steps=tuning_steps, progress=progress)
+        found.posterior.tune(steps=tuning_steps or (100 if exact else 5), progress=progress)
     return found
 
 

@@ -9,6 +9,7 @@ from ntkgp.posteriors.function_space import FunctionSpacePosterior
 from ntkgp.posteriors.kronecker import KroneckerPosterior
 from ntkgp.posteriors.low_rank import LowRankPosterior
 from ntkgp.posteriors.prediction import Prediction
+from ntkgp.posteriors.sampled import SampledPosterior
 from ntkgp.posteriors.storage import load
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "LowRankPosterior",
     "Posterior",
     "Prediction",
+    "SampledPosterior",
     "fit",
     "load",
     "subnetworks",

@@ -132,6 +132,40 @@ def test_tuning_raises_the_evidence_and_learns_noise(measurement):
     assert given.posterior.likelihood.noise.item() == pytest.approx(0.02)
 
 
+# Without matrices
+
+
+def test_samples_without_matrices_agree_with_the_dense_model(measurement):
+    rec = rec_of(measurement, method="sampled", prior="iid", num_samples=2000, sketch=30, tolerance=1e-8)
+    Sigma, S = Dense(rec).covariance, 2000
+    variance = Sigma.diagonal()
+    error = ((variance[:, None] * variance + Sigma**2) / S).sqrt()
+    assert ((rec.covariance() - Sigma).abs() <= 5 * error).all()
+    assert_close(rec.std.flatten() ** 2, rec.covariance().diagonal())
+    patch = torch.tensor([3, 9, 20])
+    assert_close(rec.covariance(patch), rec.covariance()[patch][:, patch])
+    exact = rec_of(measurement, method="exact", prior="iid")
+    assert_close(rec.refine().mean, exact.refine().mean, rtol=1e-5, atol=1e-7)
+    draws = rec.sample(3)
+    assert draws.shape == (3, 1, SIZE, SIZE)
+    assert isinstance(rec.refine(), type(rec))
+
+
+def test_em_without_matrices_ends_where_the_exact_evidence_is_stationary(measurement):
+    options = {"prior": "layerwise", "noise": None, "steps": 800}
+    rec = rec_of(measurement, method="sampled", tune="evidence", tuning_steps=60, num_samples=400, sketch=40, **options)
+    exact = rec_of(measurement, method="exact", **options)
+    exact.posterior.tune(method="fixed_point", steps=60)
+    precisions = [r.posterior.prior.precision.detach().log() for r in (rec, exact)]
+    relevant = exact.posterior.effective_parameters() > 0.5
+    assert_close(precisions[0][relevant], precisions[1][relevant], rtol=0, atol=0.1)
+    assert_close(rec.posterior.likelihood.noise, exact.posterior.likelihood.noise, rtol=0.1, atol=0)
+
+
+def test_auto_is_exact_where_jacobians_fit(measurement):
+    assert type(rec_of(measurement, method="auto")).__name__ == "Reconstruction"
+
+
 # TV-PredCP
 
 
@@ -189,9 +223,11 @@ def test_bad_input_is_named(measurement):
     A, x, y = measurement
     with pytest.raises(ValueError, match="tune must be one of evidence, predcp or None, but is 'map'"):
         reconstruct(A, y, tune="map")
-    with pytest.raises(ValueError, match="prior must be one of conv_filter, iid or a function, but is 'flat'"):
+    with pytest.raises(
+        ValueError, match="prior must be one of conv_filter, iid, layerwise or a function, but is 'flat'"
+    ):
         reconstruct(A, y, prior="flat")
-    with pytest.raises(ValueError, match='tune="predcp" is for prior="conv_filter", but the prior is Isotropic'):
+    with pytest.raises(ValueError, match="but the prior is Isotropic and the method exact"):
         rec_of(measurement, prior=Isotropic, tune="predcp")
     rec = rec_of(measurement)
     with pytest.raises(ValueError, match=r"x must have the shape \(1, 8, 8\), but has \(1, 1, 8, 8\)"):
