@@ -44,7 +44,7 @@ bench-posteriors: $(VENV)/.ready  ## posteriors beside laplace-torch; a table in
 	@test -n "$$(ls -A $(PEERS) 2>/dev/null)" || bash ../shared/peers/setup $(PEERS)
 	@$(BIN)/python benchmarks/posteriors.py --peers $(PEERS) --data $(NTKGP_DATA)
 
-bench-evidence: $(VENV)/.ready  ## estimators, tuning and the linear model of all of FashionMNIST; a table in benchmarks/results/
+bench-evidence: $(VENV)/.ready reproduce-adapted reproduce-figures  ## estimators, tuning and the linear model of all of FashionMNIST; a table in benchmarks/results/
 	@$(BIN)/python benchmarks/evidence.py --data $(NTKGP_DATA)
 
 reproduce-uci: $(VENV)/.ready  ## Table 1 and Fig. 5 of the local-linearisation paper into docs/results/uci/

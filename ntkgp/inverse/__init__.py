@@ -1,5 +1,6 @@
 """Inverse problems: measurements y = A x + ε of images whose prior is a network."""
 
+from ntkgp.inverse import design
 from ntkgp.inverse.classical import Classical, tikhonov, total_variation_reconstruction
 from ntkgp.inverse.deep_image_prior import DeepImagePrior, train
 from ntkgp.inverse.operators import Blur, Fourier, Mask, Matrix, Measurement, Physics, as_measurement
@@ -22,6 +23,7 @@ __all__ = [
     "SampledReconstruction",
     "UNet",
     "as_measurement",
+    "design",
     "linearized",
     "reconstruct",
     "tikhonov",
