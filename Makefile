@@ -6,7 +6,7 @@ PEERS ?= .peers
 NTKGP_DATA ?= ../shared/data
 PIP := $(BIN)/python -m pip install --quiet --retries 10 --timeout 60 --constraint constraints.txt
 
-.PHONY: help demo test lint types suite bench-kernel bench-posteriors bench-evidence reproduce-uci reproduce-regression reproduce-figures reproduce-images reproduce-adapted clean
+.PHONY: help demo test lint types suite bench-kernel bench-posteriors bench-evidence reproduce-uci reproduce-regression reproduce-figures reproduce-images reproduce-adapted reproduce-ct clean
 .DEFAULT_GOAL := help
 
 help:  ## list every target
@@ -61,6 +61,9 @@ reproduce-images: $(VENV)/.ready  ## Table 2 of the paper, FashionMNIST and MNIS
 
 reproduce-adapted: $(VENV)/.ready  ## evidence at θ* and at θ_⋆ for five kinds of network on MNIST, into docs/results/adapted/
 	@$(BIN)/python benchmarks/reproduce/adapted.py --data $(NTKGP_DATA)
+
+reproduce-ct: $(VENV)/.ready  ## KMNIST from few projections, with error bars, into docs/results/ct/
+	@$(BIN)/python benchmarks/reproduce/ct.py --data $(NTKGP_DATA)
 
 clean:  ## remove what the targets made, the environments included
 	rm -rf $(VENV) $(PEERS) demo build *.egg-info .pytest_cache .ruff_cache .mypy_cache .coverage
