@@ -501,9 +501,10 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     OUT.mkdir(parents=True, exist_ok=True)
+    origin = commit()  # of the code that runs, whatever is committed meanwhile
     for name in filter(None, args.only.split(",")):
         start = time.perf_counter()
-        found = SECTIONS[name](args) | {"commit": commit(), "machine": machine()}
+        found = SECTIONS[name](args) | {"commit": origin, "machine": machine()}
         (OUT / f"{name}.json").write_text(json.dumps(found, indent=1, default=float) + "\n")
         print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
     text = f"# Evidence at scale\n\n`make bench-evidence`, float32, section by section:\n\n{origins()}\n\n{table()}\n"
