@@ -332,15 +332,16 @@ def _figure(found: list[dict], path: Path) -> None:
     epochs = [row["epoch"] for row in found]
     figure, axes = plt.subplots(1, 2, figsize=(8, 3), layout="constrained")
     axes[0].plot(epochs, [row["wasserstein"] for row in found], "o-")
-    axes[0].set(xlabel="epochs", ylabel="mean $W_2$ between q(f) under both", xscale="log", yscale="log")
-    for at, label in (("map", "evidence at θ*"), ("linear_mode", "evidence at θ_⋆")):
+    axes[0].set(xlabel="epochs", ylabel="mean $W_2$ between q(f) under both", xscale="log")
+    for at, label in (("map", "evidence at θ*"), ("linear_mode", "at the linear mode")):
         axes[1].plot(epochs, [row["nll"][at] for row in found], "o-", label=label)
     axes[1].plot(epochs, [row["test nll of the network"] for row in found], "k--", label="network")
-    axes[1].set(xlabel="epochs", ylabel="test NLL", xscale="log", yscale="log")
-    axes[1].legend()
+    axes[1].set(xlabel="epochs", ylabel="test NLL", xscale="log")
+    axes[1].legend(ncols=3, fontsize=7, loc="upper center")
     for ax in axes:
         ax.set_xticks(epochs, epochs)
         ax.minorticks_off()
+        ax.set_ylim(0, 1.3 * ax.get_ylim()[1])
     figure.savefig(path, dpi=150)
 
 
