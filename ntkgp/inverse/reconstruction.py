@@ -232,6 +232,9 @@ def reconstruct(
     _check_names(prior, tune, method)
     operator = as_measurement(A, y)
     if net is None:
+        if len(operator.image_shape) != 3:
+            shape = tuple(operator.image_shape)
+            raise ValueError(f"net must be given for images of shape {shape}: the default is for (channels, H, W)")
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             net = UNet(in_channels=operator.image_shape[0], out_channels=operator.image_shape[0]).to(y)
@@ -290,7 +293,7 @@ def linearized(
     )
     with torch.no_grad():
         residual = (operator(net(z)) - y).square().mean().item()
-    likelihood = Gaussian(noise or residual, learn_noise=noise is None).to(dtype)
+    likelihood = Gaussian(residual if noise is None else noise, learn_noise=noise is None).to(dtype)
     prior = prior or ("conv_filter" if exact else "layerwise")
     chosen = (PRIORS[prior] if isinstance(prior, str) else prior)(measured)
     if tune == "predcp" and not (exact and isinstance(chosen, ConvFilterGP)):

@@ -229,6 +229,10 @@ def test_bad_input_is_named(measurement):
         reconstruct(A, y, prior="flat")
     with pytest.raises(ValueError, match="but the prior is Isotropic and the method exact"):
         rec_of(measurement, prior=Isotropic, tune="predcp")
+    with pytest.raises(ValueError, match="noise must be positive"):
+        rec_of(measurement, noise=0.0)
+    with pytest.raises(ValueError, match=r"net must be given for images of shape \(9,\)"):
+        reconstruct(torch.randn(4, 9), torch.randn(1, 4))
     rec = rec_of(measurement)
     with pytest.raises(ValueError, match=r"x must have the shape \(1, 8, 8\), but has \(1, 1, 8, 8\)"):
         rec.log_likelihood(x)
