@@ -433,6 +433,12 @@ SECTIONS = {
 }
 
 
+ELSEWHERE = """
+The same target makes the [comparison of five networks](../../docs/results/adapted/README.md) under the evidence at θ_⋆
+and at θ*, and the [error bars of a network with BatchNorm](../../docs/results/figures/normalised.png) under either.
+"""
+
+
 def origins() -> str:
     """Return where each section was run."""
     found = {path.stem: json.loads(path.read_text()) for path in sorted(OUT.glob("*.json"))}
@@ -508,7 +514,7 @@ def main() -> None:
         (OUT / f"{name}.json").write_text(json.dumps(found, indent=1, default=float) + "\n")
         print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
     text = f"# Evidence at scale\n\n`make bench-evidence`, float32, section by section:\n\n{origins()}\n\n{table()}\n"
-    (HERE / "results" / "evidence.md").write_text(text)
+    (HERE / "results" / "evidence.md").write_text(text + ELSEWHERE)
     print(text)
 
 
