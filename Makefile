@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PEERS ?= .peers
 NTKGP_DATA ?= ../shared/data
+THREADS ?= 2
 PIP := $(BIN)/python -m pip install --quiet --retries 10 --timeout 60 --constraint constraints.txt
 
 .PHONY: help demo test lint types suite bench-kernel bench-posteriors bench-evidence reproduce-uci reproduce-regression reproduce-figures reproduce-images reproduce-adapted reproduce-ct clean
@@ -45,7 +46,7 @@ bench-posteriors: $(VENV)/.ready  ## posteriors beside laplace-torch; a table in
 	@$(BIN)/python benchmarks/posteriors.py --peers $(PEERS) --data $(NTKGP_DATA)
 
 bench-evidence: $(VENV)/.ready reproduce-adapted reproduce-figures  ## estimators, tuning and the linear model of all of FashionMNIST; a table in benchmarks/results/
-	@$(BIN)/python benchmarks/evidence.py --data $(NTKGP_DATA)
+	@$(BIN)/python benchmarks/evidence.py --data $(NTKGP_DATA) --threads $(THREADS)
 
 reproduce-uci: $(VENV)/.ready  ## Table 1 and Fig. 5 of the local-linearisation paper into docs/results/uci/
 	@$(BIN)/python benchmarks/reproduce/uci.py --data $(NTKGP_DATA)
