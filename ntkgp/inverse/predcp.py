@@ -13,8 +13,6 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from ntkgp.inverse.total_variation import differences
-from ntkgp.linearization import Features
-from ntkgp.operators import gram
 from ntkgp.priors import ConvFilterGP
 
 __all__ = ["ExpectedVariation", "PredCP", "add_predcp"]
@@ -32,18 +30,18 @@ class ExpectedVariation:
 
     Args:
         prior: over the weights.
-        F: features of the image's pixels, (1, H W).
+        K: Gram matrices over pixels of the prior's atoms, (number of atoms, H W, H W).
         image: f*, (H, W).
     """
 
-    def __init__(self, prior: ConvFilterGP, F: Features, image: Tensor) -> None:
+    def __init__(self, prior: ConvFilterGP, K: Tensor, image: Tensor) -> None:
         self.mu = differences(image)
         self.variances: list[Tensor] = []  # for every convolution v of each distance, (distances, differences)
         with torch.no_grad():
             found: dict[str, list[Tensor]] = {name: [] for name in prior.filters}
-            for atom in prior.atoms:
+            for atom, K_j in zip(prior.atoms, K, strict=True):
                 if (name := next(iter(atom))) in found:
-                    found[name].append(_difference_variances(gram(F, None, atom), image.shape))
+                    found[name].append(_difference_variances(K_j, image.shape))
         self.variances = [torch.stack(parts) for parts in found.values()]
 
     def __call__(self, prior: ConvFilterGP) -> Tensor:  # (2, number of convolutions)
@@ -95,7 +93,7 @@ class PredCP(HyperPrior):
         raise NotImplementedError("PredCP is a density over lengthscales known up to a constant, and cannot be sampled")
 
 
-def add_predcp(prior: ConvFilterGP, F: Features, image: Tensor, rate: float) -> None:  # (H, W)
+def add_predcp(prior: ConvFilterGP, K: Tensor, image: Tensor, rate: float) -> None:  # (H, W)
     """Register the hyperprior, so that tuning by evidence becomes type-II MAP."""
-    kappa = ExpectedVariation(prior, F, image)
+    kappa = ExpectedVariation(prior, K, image)
     prior.register_prior("predcp", PredCP(rate), lambda module: kappa(module))

@@ -10,13 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from ntkgp.inverse.deep_image_prior import DeepImagePrior, train
+from ntkgp.inverse.observation_space import ObservationSpacePosterior, PixelGram
 from ntkgp.inverse.operators import Measurement, as_measurement
 from ntkgp.inverse.predcp import add_predcp
 from ntkgp.inverse.ray_transform import RayTransform
 from ntkgp.inverse.unet import UNet
 from ntkgp.likelihoods import Gaussian
-from ntkgp.linearization import Features, Linearization
-from ntkgp.posteriors import Posterior, SampledPosterior, fit
+from ntkgp.linearization import Linearization
+from ntkgp.posteriors import SampledPosterior, fit
+from ntkgp.posteriors.data import as_source
+from ntkgp.posteriors.model import LinearModel
 from ntkgp.priors import ConvFilterGP, Grouped, Isotropic, Prior
 
 __all__ = ["Reconstruction", "reconstruct"]
@@ -61,12 +64,12 @@ class Reconstruction:
 
     With K = J S₀ Jᵀ over pixels and Σ_yy = A K Aᵀ + σ² I the image has covariance K − K Aᵀ Σ_yy⁻¹ A K, and the mean f*,
     or after :meth:`refine` that of the linear model, μ₀ + K Aᵀ Σ_yy⁻¹ (y − A μ₀) with μ₀ = f* + J(m₀ − θ*). All of it
-    is the posterior of a network that returns A f, in function space, with the weights' covariances shared by pixels.
+    is the posterior of a network that returns A f, in function space (:class:`ObservationSpacePosterior`).
     """
 
     dip: DeepImagePrior
     A: Measurement
-    posterior: Posterior  # of the network that returns measurements
+    posterior: ObservationSpacePosterior | SampledPosterior  # of the network that returns measurements
     pixels: Linearization  # of the network that returns images
 
     @property
@@ -141,18 +144,11 @@ class Reconstruction:
     def _z(self) -> Tensor:
         return self.dip.z.to(self.pixels.theta)
 
-    @cached_property
-    def _features(self) -> Features:
-        with torch.no_grad():
-            return self.pixels.features(self._z)
-
     def _variance(self) -> Tensor:  # (d_x,)
         return self._covariance(slice(None)).diagonal()
 
     def _covariance(self, patch: Tensor | slice) -> Tensor:  # (n, n)
-        with torch.no_grad():
-            whole = self.posterior._current("image covariance", lambda: self.posterior._blocks(self._features)[0])
-        return whole[patch][:, patch]
+        return self.posterior.image_covariance()[patch][:, patch]
 
 
 class SampledReconstruction(Reconstruction):
@@ -303,9 +299,13 @@ def linearized(
         )
     data = z, y.flatten(1)
     if exact:
-        found = Reconstruction(dip, operator, fit(measured, data, likelihood, "function", chosen, tune=False), pixels)
+        model = LinearModel(measured, as_source(data, measured, likelihood), likelihood, memory_budget=0)
+        posterior = ObservationSpacePosterior(model, chosen, likelihood, K=PixelGram(pixels, z), A=operator)
+        posterior._prepare()
+        found = Reconstruction(dip, operator, posterior, pixels)
         if tune == "predcp":
-            add_predcp(chosen, found._features, found.mean[0], penalty * y.numel() / (2 * residual))
+            rate = penalty * y.numel() / (2 * residual)
+            add_predcp(chosen, posterior.K.atoms(chosen), found.mean[0], rate)
     else:
         posterior = fit(measured, data, likelihood, "sampled", chosen, tune=False, **options)
         found = SampledReconstruction(dip, operator, posterior, pixels)

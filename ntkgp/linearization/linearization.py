@@ -259,6 +259,11 @@ class Linearization:
         self._seen("the cost of a forward pass")
         return self._analyses[next(reversed(self._examples))].flops
 
+    @property
+    def capture_bytes(self) -> int:
+        """What the features of one example like those seen last take while they are computed."""
+        return self._capture_bytes(self._seen("the size of cotangents"))
+
     def select(self, outputs: int | Sequence[int] | str | Tensor) -> "Linearization":
         """Return the linearisation of some outputs only, or of linear combinations W f of them.
 
@@ -361,8 +366,10 @@ class Linearization:
         return features
 
     def _capture_batch(self, analysis: Analysis) -> int:
-        bytes_each = analysis.cotangents * (self.num_outputs + 1) * self.dtype.itemsize
-        return max(2, _CAPTURE_BYTES // max(1, bytes_each))
+        return max(2, _CAPTURE_BYTES // max(1, self._capture_bytes(analysis)))
+
+    def _capture_bytes(self, analysis: Analysis) -> int:
+        return analysis.cotangents * (self.num_outputs + 1) * self.dtype.itemsize
 
     def _analysis_of(self, x: Input, t: Trace) -> Analysis:
         """Return what is known of this very graph; a network may compute a large batch in another way than a small."""

@@ -249,9 +249,10 @@ class Posterior(gpytorch.Module):
             raise ValueError(f'at must be "linear_mode" or "map", but is {at!r}')
         if curvature_at not in ("linear_mode", "map"):
             raise ValueError(f'curvature_at must be "linear_mode" or "map", but is {curvature_at!r}')
-        delta = torch.zeros_like(self.lin.theta) if at == "map" else self.linear_mode().delta
+        here = torch.zeros_like(self.lin.theta)
+        log_joint = self._log_joint(here) if at == "map" else self._log_joint_at_mode()
         posterior = self if curvature_at == "map" else self._at(self.linear_mode().delta)
-        return self._log_joint(delta) - posterior._log_det() / 2
+        return log_joint - posterior._log_det() / 2
 
     def effective_parameters(self) -> Tensor:  # (G,)
         r"""Return γ, how many parameters of each group the data determine: −∂ log |B| / ∂ log α_g.
@@ -275,6 +276,9 @@ class Posterior(gpytorch.Module):
     def _log_joint(self, delta: Tensor) -> Tensor:  # ()
         """Return log p(y | f_lin(θ)) − ½ ‖θ − m₀‖²_{S₀⁻¹} at θ = θ* + δ."""
         return self._log_likelihood(delta) - self._quadratic(delta)
+
+    def _log_joint_at_mode(self, **search: Any) -> Tensor:  # ()
+        return self._log_joint(self.linear_mode(**search).delta)
 
     def _quadratic(self, delta: Tensor) -> Tensor:  # ½ ‖θ − m₀‖²_{S₀⁻¹}, ()
         distance = self.lin.theta + delta - self.prior.mean

@@ -124,6 +124,8 @@ class Objective:
 
     def log_joint(self) -> Tensor:
         """Return log p(y | f_lin(θ)) − ½ ‖θ − m₀‖²_{S₀⁻¹}."""
+        if self.at == "linear_mode":
+            return self.posterior._log_joint_at_mode(**self.search)
         return self.posterior._log_joint(self.delta())
 
     def delta(self) -> Tensor:  # (P,)

@@ -1,5 +1,6 @@
 """The linearised reconstruction against dense Gaussian algebra."""
 
+import copy
 import math
 
 import pytest
@@ -11,7 +12,7 @@ from torch.testing import assert_close
 import ntkgp
 from ntkgp.inverse import RayTransform, UNet, reconstruct, total_variation
 from ntkgp.inverse.predcp import ExpectedVariation
-from ntkgp.priors import Isotropic
+from ntkgp.priors import Diagonal, Isotropic, Kronecker
 
 SIZE = 8
 
@@ -90,6 +91,38 @@ def test_evidence_gradients_agree_with_differences_for_every_hyperparameter(meas
                 with torch.no_grad():
                     p.view(-1)[i] -= step
             assert g.view(-1)[i].item() == pytest.approx((values[0] - values[1]) / 2e-5, rel=2e-5, abs=1e-6), name
+
+
+def test_steps_of_tuning_are_linear_algebra_only(measurement, monkeypatch):
+    rec = rec_of(measurement, noise=None)
+
+    def refuse(*args):
+        raise AssertionError("the network was differentiated again")
+
+    rec.log_evidence()
+    for lin in (rec.pixels, rec.posterior.lin):
+        for name in ("jvp", "vjp", "features", "value_and_jvp"):
+            monkeypatch.setattr(lin, name, refuse)
+    rec.posterior.tune(steps=3)
+    assert rec.posterior.history[-1]["log_evidence"] > rec.posterior.history[0]["log_evidence"] + 1
+
+
+@pytest.mark.parametrize("prior", [Diagonal, Kronecker])
+def test_any_prior_will_do(measurement, prior):
+    rec = rec_of(measurement, prior=prior)
+    dense, y = Dense(rec), measurement[2].flatten()
+    assert_close(rec.covariance(), dense.covariance, rtol=1e-8, atol=1e-12)
+    assert_close(rec.log_evidence(), MultivariateNormal(dense.A @ dense.mu, dense.Syy).log_prob(y), rtol=1e-9, atol=0)
+
+
+def test_a_model_of_another_dtype_is_that_model(measurement):
+    rec = rec_of(measurement)
+    exact = rec.posterior.image_covariance().clone()
+    single = copy.deepcopy(rec.posterior).float()
+    assert single.image_covariance().dtype == torch.float32
+    rounding = 1e-6 * rec.posterior.K(rec.posterior.prior).diagonal().max().item()  # of what is subtracted
+    assert_close(single.image_covariance().double(), exact, rtol=0, atol=rounding)
+    assert rec.posterior.image_covariance().dtype == torch.float64
 
 
 def test_samples_have_the_covariance_and_the_mean(measurement):
@@ -174,7 +207,7 @@ def test_expected_variation_has_its_closed_form_and_derivative(measurement):
     prior = rec.posterior.prior
     prior.variance = torch.rand(len(prior.layout.names)) + 0.5
     prior.lengthscale = torch.rand(len(prior.filters)) + 0.5
-    kappa = ExpectedVariation(prior, rec._features, rec.mean[0])
+    kappa = ExpectedVariation(prior, rec.posterior.K.atoms(prior), rec.mean[0])
     found = kappa(prior)
     dense, ends = Dense(rec), torch.tensor(prior.layout.sizes).cumsum(0).tolist()
     blocks = {n: slice(e - size, e) for n, e, size in zip(prior.layout.names, ends, prior.layout.sizes, strict=True)}
@@ -201,7 +234,7 @@ def test_predcp_adds_its_log_density_to_the_objective(measurement):
     rec = rec_of(measurement, tune="predcp", tuning_steps=1, noise=None, steps=800)
     post, prior = rec.posterior, rec.posterior.prior
     objective = Objective(post, "linear_mode", post, {})
-    kappa, slope = ExpectedVariation(prior, rec._features, rec.mean[0])(prior)
+    kappa, slope = ExpectedVariation(prior, rec.posterior.K.atoms(prior), rec.mean[0])(prior)
     rate = prior.predcp.rate
     assert_close(objective(), post.log_evidence() + (slope.abs().log() - rate * kappa).sum(), rtol=1e-9, atol=0)
     for name, p in prior.named_parameters():

@@ -11,7 +11,11 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 import ntkgp
+from ntkgp.likelihoods import Gaussian
+from ntkgp.linearization import Linearization
 from ntkgp.posteriors import subsets
+from ntkgp.posteriors.data import as_source
+from ntkgp.posteriors.model import LinearModel
 
 
 def test_auto_picks_the_cheaper_space_and_says_why(float64):
@@ -178,3 +182,15 @@ def test_progress_is_shown_when_asked(float64, monkeypatch, capsys):
     post.predict(problem.x_new, progress=False)
     post.tune(progress=True)
     assert "tune" in capsys.readouterr().err
+
+
+def test_features_that_cannot_be_captured_are_not_tried(float64, monkeypatch):
+    net = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 1, 3, padding=1), nn.Flatten())
+    x = torch.randn(1, 1, 6, 6)
+    lin = Linearization(net, example=x)
+    monkeypatch.setattr(lin, "pilot", lambda: pytest.fail("features were captured to see their size"))
+    C, cotangents = 36, 4 * 36 + 36
+    assert lin.capture_bytes == cotangents * (C + 1) * 8
+    model = LinearModel(lin, as_source((x, torch.randn(1, C)), lin, Gaussian()), Gaussian(), lin.capture_bytes - 1)
+    assert not model.kept
+    assert [len(chunk.data) for chunk in model] == [1]

@@ -1,0 +1,156 @@
+"""The posterior given one measurement of an image: one Gram matrix over pixels, and all else is linear algebra."""
+
+import math
+from collections.abc import Callable, Hashable
+from copy import deepcopy
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.linalg import solve_triangular
+
+from ntkgp.inverse.operators import Measurement
+from ntkgp.likelihoods import Likelihood, SiteBlocks
+from ntkgp.linearization import Features, Linearization
+from ntkgp.linearization.features import DenseBlock
+from ntkgp.operators import gram
+from ntkgp.posteriors import FunctionSpacePosterior
+from ntkgp.posteriors.capacitance import capacitance
+from ntkgp.posteriors.model import LinearModel
+from ntkgp.priors import LinearPrior, Prior
+
+__all__ = ["ObservationSpacePosterior", "PixelGram"]
+
+_ROWS = 64  # pixels that are differentiated together
+
+
+class PixelGram:
+    r"""K = J S₀ Jᵀ over the pixels of one image, as a function of the prior.
+
+    Of a linear prior, S₀ = Σ_j w_j S_j, the K_j = J S_j Jᵀ are computed once, d_x² numbers each, and J is forgotten. A
+    convolution has one for every distance between weights of its filters.
+
+    Args:
+        lin: of the network that returns pixels.
+        z: its input.
+    """
+
+    def __init__(self, lin: Linearization, z: Tensor) -> None:
+        self.lin, self.z = lin, z
+        self._atoms: dict[Hashable, Tensor] = {}
+        self._features: Features | None = None
+
+    def __call__(self, prior: Prior) -> Tensor:  # (d_x, d_x)
+        """Return K, differentiable in the prior."""
+        if isinstance(prior, LinearPrior):
+            return torch.tensordot(prior.coefficients(), self.atoms(prior), 1)
+        if self._features is None:
+            self._features = self._jacobian()
+        return gram(self._features, None, prior.covariances())
+
+    def atoms(self, prior: LinearPrior) -> Tensor:  # (number of atoms, d_x, d_x)
+        """Return the K_j."""
+        key = type(prior), prior.atoms_key
+        if key not in self._atoms:
+            with torch.no_grad():
+                F = self._jacobian()
+                self._atoms[key] = torch.stack([gram(F, None, atom) for atom in prior.atoms])
+        return self._atoms[key]
+
+    def _jacobian(self) -> Features:
+        """Return J from a few pixels at a time: cotangents of all at once would take several times J itself."""
+        eye = torch.eye(self.lin.num_outputs, dtype=self.lin.dtype, device=self.lin.device)
+        J = torch.cat([self.lin.vjp(self.z, rows.unsqueeze(1)) for rows in eye.split(_ROWS)]).unsqueeze(0)
+        parts = zip(self.lin.layout.names, J.split(self.lin.layout.sizes, dim=-1), strict=True)
+        return Features(1, len(eye), (), tuple(DenseBlock(part, {name: slice(None)}) for name, part in parts))
+
+    def converted(self, fn: Callable[[Tensor], Tensor]) -> "PixelGram":
+        """Return the same in another dtype or on another device."""
+        return PixelGram(self.lin.converted(lambda module: module._apply(fn)), fn(self.z))
+
+
+class ObservationSpacePosterior(FunctionSpacePosterior):
+    r"""The function space of a network that returns A f, with its kernel A K Aᵀ from that of the pixels.
+
+    Then Σ_yy = A K Aᵀ + σ² I is factorised, and the image has the covariance K − K Aᵀ Σ_yy⁻¹ A K. Noise is Gaussian, so
+    the evidence needs the weights nowhere, and its steps no derivative of the network.
+
+    Args:
+        model: of the measurement: one point with d_y outputs.
+        prior: N(m₀, S₀).
+        likelihood: of the measurement.
+        shift: δ.
+        sites: R.
+        K: over pixels.
+        A: the operator.
+    """
+
+    A: Measurement
+
+    def __init__(
+        self,
+        model: LinearModel,
+        prior: Prior,
+        likelihood: Likelihood,
+        shift: Tensor | None = None,
+        sites: SiteBlocks | None = None,
+        *,
+        K: PixelGram,
+        A: Measurement,
+    ) -> None:
+        super().__init__(model, prior, likelihood, shift, sites)
+        self.K = K
+        self.__dict__["A"] = A  # no submodule: its entries are no hyperparameters
+        self._expected: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"K": self.K, "A": self.A}
+
+    def image_covariance(self) -> Tensor:  # (d_x, d_x)
+        """Return the posterior covariance of the pixels."""
+
+        def make() -> Tensor:
+            with torch.no_grad():
+                K, (L, R) = self.K(self.prior), self._factor()
+                V = solve_triangular(L, R.mT @ self._measured(K).mT, upper=False)
+                return K - V.mT @ V
+
+        return self._current("image covariance", make)
+
+    def _log_joint_at_mode(self, **search: Any) -> Tensor:  # ()
+        r"""Return max_θ log p(y | f_lin(θ)) − ½ ‖θ − m₀‖²_{S₀⁻¹} = −½ rᵀ Σ_yy⁻¹ r − ½ log |2π σ² I|, without weights.
+
+        Here r = y − A μ₀, and with α = Σ_yy⁻¹ r held fixed, ½ αᵀ Σ_yy α − rᵀ α has this value and its gradient.
+        """
+        r, noise = self._surprise(), self.likelihood.noise.expand(self.lin.num_outputs)
+        with torch.no_grad():
+            L, R = self._factor()
+            alpha = (R @ torch.cholesky_solve(R.mT @ r.unsqueeze(1), L)).squeeze(1)
+        K = self._gram()
+        quadratic = (alpha @ (K @ alpha) + noise @ alpha**2) / 2 - r @ alpha
+        return quadratic - (2 * math.pi * noise).log().sum() / 2
+
+    def _surprise(self) -> Tensor:  # y − A μ₀, (d_y,)
+        """Return what the prior mean leaves of the measurement; computed once."""
+        m0 = self.prior.mean
+        if self._expected is None or not torch.equal(self._expected[0], m0):
+            with torch.no_grad():
+                left = self.model.data.y - self.model.f() - self.model.push((m0 - self.lin.theta).unsqueeze(0))[0]
+            self._expected = m0.clone(), left[0]
+        return self._expected[1]
+
+    def _gram(self) -> Tensor:  # A K Aᵀ, (d_y, d_y)
+        return self._measured(self._measured(self.K(self.prior)).mT)
+
+    def _measured(self, rows: Tensor) -> Tensor:  # (n, d_x) -> (n, d_y)
+        return self.A(rows.view(-1, *self.A.image_shape)).flatten(1)
+
+    def _assembled(self) -> Tensor:  # B
+        with torch.no_grad():
+            return capacitance(self._gram(), self._site_roots())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self.K, self.__dict__["A"] = self.K.converted(fn), deepcopy(self.A)._apply(fn)
+        self._expected = None
+        return super()._apply(fn, recurse)
