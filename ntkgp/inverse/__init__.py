@@ -1,6 +1,6 @@
 """Inverse problems: measurements y = A x + ε of images whose prior is a network."""
 
-from ntkgp.inverse import design
+from ntkgp.inverse import design, phantoms
 from ntkgp.inverse.classical import Classical, tikhonov, total_variation_reconstruction
 from ntkgp.inverse.deep_image_prior import DeepImagePrior, train
 from ntkgp.inverse.operators import Blur, Fourier, Mask, Matrix, Measurement, Physics, as_measurement
@@ -25,6 +25,7 @@ __all__ = [
     "as_measurement",
     "design",
     "linearized",
+    "phantoms",
     "reconstruct",
     "tikhonov",
     "total_variation",

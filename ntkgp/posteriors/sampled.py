@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ntkgp.evidence import Estimate, log_det_estimate
-from ntkgp.likelihoods import SiteBlocks
+from ntkgp.likelihoods import Gaussian, SiteBlocks
 from ntkgp.linearization import Features
 from ntkgp.linearization.inputs import Input
 from ntkgp.posteriors.data import draw
@@ -25,7 +25,7 @@ SOLVERS = ("cg", "descent", "dual")
 _SUBSET_ROWS = 6000  # rows of B of the subset that preconditions: factorised in a second
 _SKETCH = 200  # vectors of the sketch that preconditions where a single point has more rows
 _REMEMBERED = 2  # solutions that the next ones start from
-_BLOCK = 256  # points whose noise comes from one seed
+_BLOCK, _BLOCK_NUMBERS = 256, 1 << 18  # points whose noise comes from one seed, and at most so many outputs of theirs
 
 
 class SampledPosterior(WeightSpacePosterior):
@@ -46,7 +46,8 @@ class SampledPosterior(WeightSpacePosterior):
         seed: of the noise.
         tolerance: of the linear systems, relative, in the norm that the preconditioner defines.
         max_iterations: passes over the data for the samples, at most.
-        preconditioner: how many points precondition the linear systems; by default what is factorised in a second.
+        preconditioner: how many points precondition the linear systems; by default what is factorised in a second; 0
+            for S₀ alone.
         sketch: the rank of a sketch that preconditions instead, at the price of so many products with Jᵀ Λ J; 0 for
             none, by default 200 if a single point has more outputs than could be factorised.
         solver: "cg" for conjugate gradients, an iteration a pass; or ``max_iterations`` passes by minibatches, for one
@@ -80,8 +81,9 @@ class SampledPosterior(WeightSpacePosterior):
             raise ValueError(f"solver must be one of {', '.join(SOLVERS)}, but is {solver!r}")
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, but is {batch_size}")
-        if sketch is not None and sketch < 0:
-            raise ValueError(f"sketch must be a rank, but is {sketch}")
+        for name, value in (("sketch", sketch), ("preconditioner", preconditioner)):
+            if value is not None and value < 0:
+                raise ValueError(f"{name} must not be negative, but is {value}")
         self.preconditioner, self.sketch, self.solver, self.batch_size = preconditioner, sketch, solver, batch_size
         self.model = self.model.shared()
         if solver != "cg" and self.model.ranks.world > 1:
@@ -92,7 +94,7 @@ class SampledPosterior(WeightSpacePosterior):
         self._f: Tensor | None = None  # (N, C), where Λ is evaluated at our points
         self._pulled_noise: tuple[list[Tensor], Tensor] | None = None  # with the likelihood's hyperparameters then
         self._coarse: list[FunctionSpacePosterior] = []  # in a list, as it is no part of this module
-        self._sketched: tuple[list[Tensor], Tensor] | None = None  # with the likelihood's hyperparameters then
+        self._sketched: tuple[list[Tensor], Tensor] | None = None  # with what Λ depended on then
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -170,9 +172,10 @@ class SampledPosterior(WeightSpacePosterior):
     def _noise_of(self, chunk: Chunk, width: int) -> Tensor:  # ε, (S, n, C')
         """Return the noise of these points, which does not depend on how the data are cut."""
         n, start = len(chunk.data), chunk.first
-        blocks = range(start // _BLOCK, (start + n - 1) // _BLOCK + 1)
-        drawn = torch.cat([_noise(self.seed, 1 + block, (_BLOCK, self.num_samples, width)) for block in blocks])
-        offset = start % _BLOCK
+        size = max(1, min(_BLOCK, _BLOCK_NUMBERS // width))  # a point may have as many outputs as an image has pixels
+        blocks = range(start // size, (start + n - 1) // size + 1)
+        drawn = torch.cat([_noise(self.seed, 1 + block, (size, self.num_samples, width)) for block in blocks])
+        offset = start % size
         return drawn[offset : offset + n].transpose(0, 1).to(self.lin.theta)
 
     def _roots_now(self) -> Callable[[Chunk], SiteBlocks]:
@@ -234,16 +237,20 @@ class SampledPosterior(WeightSpacePosterior):
     # The preconditioner
 
     def _precondition(self, v: Tensor) -> Tensor:  # (S, P)
-        return self._sketch_preconditioner()(v) if self._rank else self._subset()._covariance_times(v)
+        return self._preconditioner_at(None)(v)
 
-    def _preconditioner_at(self, delta: Tensor) -> Product:  # (P,)
+    def _preconditioner_at(self, delta: Tensor | None) -> Product:  # (P,)
         """Return the covariance of the subset's posterior with Λ at θ* + δ: a sure network has none at θ*."""
-        return self._sketch_preconditioner() if self._rank else self._subset()._at(delta)._covariance_times
+        if self._rank:
+            return self._sketch_preconditioner()
+        if self.preconditioner == 0:
+            return self.prior.covariance_times
+        return (self._subset() if delta is None else self._subset()._at(delta))._covariance_times
 
     @property
     def _rank(self) -> int:
-        if self.sketch is not None:
-            return self.sketch
+        if self.sketch is not None or self.preconditioner == 0:
+            return self.sketch or 0
         return min(_SKETCH, self.lin.num_params) if self.lin.num_outputs > _SUBSET_ROWS else 0
 
     def _sketch_preconditioner(self) -> Product:
@@ -265,20 +272,28 @@ class SampledPosterior(WeightSpacePosterior):
         return precondition
 
     def _sketch(self) -> Tensor:  # Wᵀ, (k, P)
-        """Return a Nyström approximation of Jᵀ Λ J, sketched in the coordinates of the prior of the time."""
-        now = [p.detach().clone() for p in self.likelihood.parameters()]
-        if self._sketched is None or not all(map(torch.equal, now, self._sketched[0])):
-            root, prior = self._roots_now(), self.prior
+        """Return a Nyström approximation of Jᵀ Λ J, sketched in the coordinates of the prior of the time.
 
-            def whitened(z: Tensor) -> Tensor:  # S₀^½ᵀ Jᵀ Λ J S₀^½ z, as many at a time as there are samples
-                parts = z.split(self.num_samples + 1)
-                return torch.cat([prior.whiten(self._ggn_times(prior.spread(part), root)) for part in parts])
+        Where Λ = I / σ² it is rescaled when the noise changes; elsewhere another one is made.
+        """
+        likelihood = self.likelihood
+        scalar = isinstance(likelihood, Gaussian) and likelihood.noise.numel() == 1
+        now = [likelihood.noise.detach().sqrt()] if scalar else [p.detach().clone() for p in likelihood.parameters()]
+        if self._sketched is None or not (scalar or all(map(torch.equal, now, self._sketched[0]))):
+            self._sketched = now, self._new_sketch()
+        then, W = self._sketched
+        return W * (then[0] / now[0]) if scalar else W
 
-            generator = torch.Generator(self.lin.device).manual_seed(self.seed)
-            found = Nystrom.sketch(whitened, self.lin.theta, self.lin.num_params, self._rank, generator)
-            W = found.eigenvalues.sqrt().unsqueeze(1) * prior.precision_times(prior.spread(found.U))
-            self._sketched = now, W
-        return self._sketched[1]
+    def _new_sketch(self) -> Tensor:  # (k, P)
+        root, prior = self._roots_now(), self.prior
+
+        def whitened(z: Tensor) -> Tensor:  # S₀^½ᵀ Jᵀ Λ J S₀^½ z, as many at a time as there are samples
+            parts = z.split(self.num_samples + 1)
+            return torch.cat([prior.whiten(self._ggn_times(prior.spread(part), root)) for part in parts])
+
+        generator = torch.Generator(self.lin.device).manual_seed(self.seed)
+        found = Nystrom.sketch(whitened, self.lin.theta, self.lin.num_params, self._rank, generator)
+        return found.eigenvalues.sqrt().unsqueeze(1) * prior.precision_times(prior.spread(found.U))
 
     def _subset(self) -> FunctionSpacePosterior:
         if not self._coarse:

@@ -267,16 +267,51 @@ def test_a_sketch_preconditions_as_a_subset_does(likelihood, prior, float64):
     assert whole.solution.iterations < post.solution.iterations
 
 
-def test_a_sketch_stays_when_the_prior_changes_and_goes_when_the_noise_does(float64):
+def test_a_sketch_stays_when_the_prior_changes_and_scales_with_the_noise(float64, monkeypatch):
     problem = Problem("mlp", "gaussian")
-    post = problem.fit("sampled", num_samples=3, tolerance=1e-8, sketch=10)
+    rank = problem.lin.num_params
+    post = problem.fit("sampled", num_samples=3, tolerance=1e-8, sketch=rank)
+    monkeypatch.setattr(post, "_new_sketch", lambda: pytest.fail("another sketch was made"))
+    post.prior.precision = 3.0
+    post.likelihood.noise = 0.3
+    plain = problem.fit("sampled", num_samples=3, **EXACT)
+    plain.prior.precision = 3.0
+    plain.likelihood.noise = 0.3
+    assert_close(post._statistics(), plain._statistics(), rtol=1e-5, atol=1e-6)
+    assert post.solution.iterations <= 4  # of full rank, and rightly scaled, it is the inverse
+
+
+def test_a_sketch_of_other_likelihoods_stays_when_the_prior_changes(float64):
+    post = Problem("mlp", "heteroscedastic").fit("sampled", num_samples=3, sketch=10)
     first = post._sketch()
     post.prior.precision = 3.0
     assert post._sketch() is first
-    plain = problem.fit("sampled", num_samples=3, **EXACT)
-    plain.prior.precision = 3.0
-    assert_close(post._statistics(), plain._statistics(), rtol=1e-5, atol=1e-6)
-    post.likelihood.noise = 0.3
-    assert post._sketch() is not first
-    with pytest.raises(ValueError, match="sketch must be a rank, but is -1"):
-        problem.fit("sampled", sketch=-1)
+
+
+def test_without_preconditioner_iterations_are_more_and_samples_the_same(float64):
+    problem = Problem("mlp", "gaussian")
+    usual = problem.fit("sampled", num_samples=3, **EXACT)
+    bare = problem.fit("sampled", num_samples=3, **EXACT | {"preconditioner": 0, "max_iterations": 1000})
+    assert_close(bare._statistics(), usual._statistics(), rtol=1e-6, atol=1e-8)
+    assert bare.solution.iterations > usual.solution.iterations
+    for name in ("sketch", "preconditioner"):
+        with pytest.raises(ValueError, match=f"{name} must not be negative, but is -1"):
+            problem.fit("sampled", **{name: -1})
+
+
+def test_noise_of_points_with_many_outputs_is_drawn_for_few_of_them(float64, monkeypatch):
+    from ntkgp.posteriors import sampled
+
+    problem = Problem("mlp", "gaussian")
+    shapes = []
+    draw = sampled._noise
+    monkeypatch.setattr(sampled, "_BLOCK_NUMBERS", 6)
+    monkeypatch.setattr(
+        sampled, "_noise", lambda seed, stream, shape: shapes.append(shape) or draw(seed, stream, shape)
+    )
+    post = problem.fit("sampled", num_samples=3, **EXACT)
+    size = 6 // problem.lin.num_outputs
+    assert {shape[0] for shape in shapes if len(shape) == 3} == {size}
+    whole = post._noise_of(next(iter(post.model)), problem.lin.num_outputs)
+    first, last = whole[:, :size], whole[:, -size:]
+    assert (first - last).abs().min() > 0  # other points, other noise
