@@ -1,6 +1,6 @@
 """The reconstruction as a Gaussian model: a network trained on one measurement, linearised at its weights."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ntkgp.inverse.deep_image_prior import DeepImagePrior, train
+from ntkgp.inverse.gaussian_image import BySamples, GaussianImage
 from ntkgp.inverse.observation_space import ObservationSpacePosterior, PixelGram
 from ntkgp.inverse.operators import Measurement, as_measurement
 from ntkgp.inverse.predcp import add_predcp
+from ntkgp.inverse.priors import PRIORS
 from ntkgp.inverse.ray_transform import RayTransform
 from ntkgp.inverse.unet import UNet
 from ntkgp.likelihoods import Gaussian
@@ -20,15 +22,10 @@ from ntkgp.linearization import Linearization
 from ntkgp.posteriors import SampledPosterior, fit
 from ntkgp.posteriors.data import as_source
 from ntkgp.posteriors.model import LinearModel
-from ntkgp.priors import ConvFilterGP, Grouped, Isotropic, Prior
+from ntkgp.priors import ConvFilterGP, Prior
 
 __all__ = ["Reconstruction", "reconstruct"]
 
-PRIORS: dict[str, Callable[[Linearization], Prior]] = {
-    "conv_filter": ConvFilterGP,
-    "iid": Isotropic,
-    "layerwise": lambda lin: Grouped(lin, by="layer"),
-}
 TUNINGS = ("evidence", "predcp")
 METHODS = ("auto", "exact", "sampled")
 _EXACT_BYTES = 2 << 30  # that the Jacobians of image and measurement may take for the exact method
@@ -59,7 +56,7 @@ class Measured(Pixels):
 
 
 @dataclass(frozen=True)
-class Reconstruction:
+class Reconstruction(GaussianImage):
     r"""x = f* + J(θ − θ*), θ ~ N(m₀, S₀), y = A x + ε, ε ~ N(0, σ² I): a Gaussian model of image and measurement.
 
     With K = J S₀ Jᵀ over pixels and Σ_yy = A K Aᵀ + σ² I the image has covariance K − K Aᵀ Σ_yy⁻¹ A K, and the mean f*,
@@ -84,19 +81,6 @@ class Reconstruction:
         x = self.pixels(z)[0] if shift is None else torch.stack(self.pixels.value_and_jvp(z, shift)).sum(0)[0]
         return x.view(self.shape)
 
-    @property
-    def std(self) -> Tensor:  # (*image_shape)
-        """The posterior standard deviation of each pixel, without the noise of measurements."""
-        return self._variance().sqrt().view(self.shape)
-
-    def covariance(self, patch: Tensor | None = None) -> Tensor:  # (n, n)
-        """Return the posterior covariance of some pixels.
-
-        Args:
-            patch: which, numbered row by row; all by default.
-        """
-        return self._covariance(slice(None) if patch is None else patch)
-
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:  # (n, *image_shape)
         """Draw images: x = f* + J(θ − θ*) with θ from the posterior, by Matheron's rule."""
         theta = self.posterior.sample_weights(n, generator)
@@ -104,33 +88,13 @@ class Reconstruction:
         with torch.no_grad():
             return (self.pixels(self._z) + moved).unflatten(1, self.shape)
 
-    def log_likelihood(self, x: Tensor, patch: int = 1, noise: float = 0.0) -> float:  # (*image_shape)
-        """Return log N(x) per pixel, patch by patch.
-
-        Args:
-            x: the true image.
-            patch: pixels on a side of the squares that are independent of each other.
-            noise: a variance to add to every pixel's.
-
-        Raises:
-            ValueError: if x has another shape, or the covariance of a patch is singular.
-        """
-        if x.shape != self.shape:
-            raise ValueError(f"x must have the shape {tuple(self.shape)}, but has {tuple(x.shape)}")
-        if patch < 1:
-            raise ValueError(f"patch must be at least 1, but is {patch}")
-        left, total = (x.to(self.mean) - self.mean).flatten(), 0.0
-        for which in _patches(self.shape, patch):
-            Sigma = self.covariance(which)
-            Sigma = Sigma + noise * torch.eye(len(which)).to(Sigma)
-            L, info = torch.linalg.cholesky_ex(Sigma)
-            if info.item():
-                raise ValueError(
-                    "the covariance of a patch is singular to rounding: take smaller patches, or add noise"
-                )
-            normal = torch.distributions.MultivariateNormal(torch.zeros_like(left[which]), scale_tril=L)
-            total += normal.log_prob(left[which]).item()
-        return total / left.numel()
+    def sample_prior(self, n: int, generator: torch.Generator | None = None) -> Tensor:  # (n, *image_shape)
+        """Draw images before anything was measured, around the network's: x = f* + J θ₀, θ₀ ~ N(0, S₀)."""
+        theta = self.pixels.theta
+        with torch.no_grad():
+            noise = torch.randn(n, len(theta), generator=generator, dtype=theta.dtype, device=theta.device)
+            moved = self.pixels.jvp(self._z, self.posterior.prior.spread(noise))[:, 0]
+            return (self.pixels(self._z) + moved).unflatten(1, self.shape)
 
     def log_evidence(self, at: str = "linear_mode") -> Tensor:  # ()
         """Return log p(y), differentiable in the hyperparameters; see :meth:`Posterior.log_evidence`."""
@@ -144,14 +108,11 @@ class Reconstruction:
     def _z(self) -> Tensor:
         return self.dip.z.to(self.pixels.theta)
 
-    def _variance(self) -> Tensor:  # (d_x,)
-        return self._covariance(slice(None)).diagonal()
-
     def _covariance(self, patch: Tensor | slice) -> Tensor:  # (n, n)
         return self.posterior.image_covariance()[patch][:, patch]
 
 
-class SampledReconstruction(Reconstruction):
+class SampledReconstruction(BySamples, Reconstruction):
     """The same model by samples of its posterior, and covariances by averages over them.
 
     Nothing is larger than a few images and weight vectors for each sample; with S samples standard deviations have a
@@ -160,27 +121,11 @@ class SampledReconstruction(Reconstruction):
 
     posterior: SampledPosterior
 
-    def _variance(self) -> Tensor:  # (d_x,)
-        return self._moves().square().mean(0)
-
-    def _covariance(self, patch: Tensor | slice) -> Tensor:  # (n, n)
-        X = self._moves()[:, patch]
-        return X.mT @ X / len(X)
-
     def _moves(self) -> Tensor:  # J ζ, (S, d_x)
         with torch.no_grad():
             return self.posterior._current(
                 "image samples", lambda: self.pixels.jvp(self._z, self.posterior._statistics())[:, 0]
             )
-
-
-def _patches(shape: torch.Size, size: int) -> Iterator[Tensor]:
-    """Yield the numbers of the pixels of each square, channel by channel; those at the edges may be smaller."""
-    numbers = torch.arange(shape.numel()).view(-1, *shape[-2:])
-    for channel in numbers:
-        for rows in channel.split(size, dim=0):
-            for part in rows.split(size, dim=1):
-                yield part.flatten()
 
 
 def reconstruct(
@@ -209,8 +154,9 @@ def reconstruct(
         y: the measurement, (1, *measured_shape).
         net: a network from z to images; by default a :class:`UNet` that ``seed`` initialises.
         z: its input; by default what ``A.fbp`` makes of y, or A_adjoint(y) with unit mean square where there is none.
-        prior: over convolution weights (other parameters have none): "conv_filter", "iid", "layerwise", or a function
-            of the linearisation; by default "conv_filter" for the exact method and "layerwise" for samples.
+        prior: over convolution weights (other parameters have none): "conv_filter", "iid", "layerwise", "g_prior" (in
+            the units of the measurement), or a function of the linearisation; by default "conv_filter" for the exact
+            method and "layerwise" for samples.
         tune: "evidence"; "predcp" for type-II MAP with the TV-PredCP hyperprior; None to leave the prior as it is.
         method: "exact"; "sampled", matrix-free, whose evidence is maximised by EM and which knows no PredCP; "auto" for
             exact if the Jacobians fit 2 GB.

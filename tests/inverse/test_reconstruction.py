@@ -12,6 +12,7 @@ from torch.testing import assert_close
 import ntkgp
 from ntkgp.inverse import RayTransform, UNet, reconstruct, total_variation
 from ntkgp.inverse.predcp import ExpectedVariation
+from ntkgp.inverse.priors import PRIORS
 from ntkgp.priors import Diagonal, Isotropic, Kronecker
 
 SIZE = 8
@@ -55,7 +56,7 @@ def rec_of(measurement, **options):
     return reconstruct(A, y, network(), **defaults | options)
 
 
-@pytest.mark.parametrize("prior", ["conv_filter", "iid"])
+@pytest.mark.parametrize("prior", ["conv_filter", "iid", "g_prior"])
 def test_covariance_evidence_and_refined_mean_are_those_of_the_dense_model(measurement, prior):
     rec = rec_of(measurement, prior=prior)
     dense, y = Dense(rec), measurement[2].flatten()
@@ -133,6 +134,29 @@ def test_samples_have_the_covariance_and_the_mean(measurement):
     error = ((variance[:, None] * variance + Sigma**2) / S).sqrt()
     assert ((draws.mean(0) - rec.mean.flatten()).abs() <= 5 * (variance / S).sqrt()).all()
     assert ((draws.T.cov() - Sigma).abs() <= 5 * error).all()
+
+
+def test_draws_of_the_prior_have_its_covariance(measurement):
+    rec = rec_of(measurement)
+    K, S = Dense(rec).K, 4000
+    draws = rec.sample_prior(S, torch.Generator().manual_seed(0)).flatten(1)
+    variance = K.diagonal()
+    assert ((draws.mean(0) - rec.mean.flatten()).abs() <= 5 * (variance / S).sqrt()).all()
+    assert ((draws.T.cov() - K).abs() <= 5 * ((variance[:, None] * variance + K**2) / S).sqrt()).all()
+
+
+def test_columns_are_squared_one_by_one_or_by_signs(measurement, monkeypatch):
+    from ntkgp.inverse import priors
+
+    rec = rec_of(measurement)
+    lin = rec.posterior.lin
+    exact = lin.jacobian(rec._z)[0].square().sum(0)
+    assert_close(priors.squared_columns(lin), exact)
+    assert_close(PRIORS["g_prior"](lin).scale, 1 / exact.clamp(min=1e-10 * exact.max()))
+    monkeypatch.setattr(priors, "_EXACT", 1)
+    monkeypatch.setattr(priors, "_PROBES", 4096)
+    estimate = priors.squared_columns(lin)
+    assert ((estimate - exact).abs() <= 6 * (2 / 4096) ** 0.5 * exact).all()
 
 
 def test_equal_layers_get_different_draws(measurement):
@@ -257,7 +281,7 @@ def test_bad_input_is_named(measurement):
     with pytest.raises(ValueError, match="tune must be one of evidence, predcp or None, but is 'map'"):
         reconstruct(A, y, tune="map")
     with pytest.raises(
-        ValueError, match="prior must be one of conv_filter, iid, layerwise or a function, but is 'flat'"
+        ValueError, match="prior must be one of conv_filter, iid, layerwise, g_prior or a function, but is 'flat'"
     ):
         reconstruct(A, y, prior="flat")
     with pytest.raises(ValueError, match="but the prior is Isotropic and the method exact"):

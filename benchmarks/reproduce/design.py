@@ -1,0 +1,199 @@
+"""Which angles to measure next: information gain against equidistant angles, on phantoms with and without orientation.
+
+    python benchmarks/reproduce/design.py [--only rectangles-0,discs-3] [--report]
+
+From a few equidistant angles on, a deep image prior is trained on what has been measured, linearised, and the next
+angles are those of largest expected information gain, a few at a time. However angles were chosen, images are then
+reconstructed in the same way: by total variation and by a deep image prior. Settings stand in ct.json; one JSON for a
+phantom is kept under ``--out``, and what is there is not run again.
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+from pathlib import Path
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import torch
+from torch import Tensor
+
+from ntkgp.inverse import RayTransform, UNet, linearized, phantoms, total_variation_reconstruction, train
+from ntkgp.inverse.deep_image_prior import DeepImagePrior
+from ntkgp.inverse.design import next_angle
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from ct import psnr
+from harness import commit, machine
+
+mpl.use("Agg")
+SETTINGS = json.loads((Path(__file__).parent / "ct.json").read_text())["design"]
+WAYS = ("information", "variance", "equidistant")
+
+
+def phantom(kind: str, seed: int) -> Tensor:  # (1, 1, size, size)
+    if kind == "discs":
+        return phantoms.discs(SETTINGS["size"], seed=seed).unsqueeze(0)
+    turn = math.radians(SETTINGS["first turn"] + SETTINGS["turn by seed"] * seed)
+    return phantoms.rectangles(SETTINGS["size"], turn, seed=seed).unsqueeze(0)
+
+
+class Scanner:
+    """An object on a turntable: a projection at any of the candidate angles has the same noise whenever it is taken."""
+
+    def __init__(self, x: Tensor, seed: int) -> None:
+        self.all = RayTransform.parallel(SETTINGS["size"], SETTINGS["candidates"])
+        clean = self.all(x)
+        self.sigma = SETTINGS["noise"] * clean.abs().mean().item()
+        generator = torch.Generator().manual_seed(seed)
+        self.projections = clean + self.sigma * torch.randn(clean.shape, generator=generator)
+
+    def scan(self, chosen: list[int]) -> tuple[RayTransform, Tensor]:
+        """Return the transform at some of the candidates, and what is measured there."""
+        angles = self.all.geometry.angles[chosen]
+        A = RayTransform.parallel(SETTINGS["size"], angles, self.all.geometry.detectors)
+        return A, self.projections[..., chosen, :]
+
+
+def prior_of(A: RayTransform, y: Tensor) -> DeepImagePrior:
+    torch.manual_seed(SETTINGS["seed"])
+    net = UNet(channels=SETTINGS["channels"])
+    return train(A, y, net, A.fbp(y), SETTINGS["penalty"], SETTINGS["steps"], SETTINGS["rate"], progress=False)
+
+
+def equidistant(count: int) -> list[int]:
+    """Return candidates that lie as evenly as they can."""
+    return [round(i * SETTINGS["candidates"] / count) for i in range(count)]
+
+
+def path(scanner: Scanner, criterion: str) -> list[list[int]]:
+    """Return the angles after every round."""
+    chosen, found = equidistant(SETTINGS["start"]), []
+    while len(chosen) < SETTINGS["end"]:
+        A, y = scanner.scan(chosen)
+        rec = linearized(prior_of(A, y), A, y, tuning_steps=SETTINGS["tuning"], progress=False)
+        samples = rec.sample(SETTINGS["samples"], torch.Generator().manual_seed(SETTINGS["seed"]))
+        design = next_angle(
+            samples.float(), scanner.all, scanner.sigma**2, SETTINGS["batch"], criterion, taken=tuple(chosen)
+        )
+        chosen = chosen + design.chosen
+        found.append(chosen)
+    return found
+
+
+def one(kind: str, seed: int) -> dict:
+    """Follow all ways to choose angles for one phantom."""
+    start, x = time.perf_counter(), phantom(kind, seed)
+    scanner = Scanner(x, 1000 + seed)
+    paths = {way: path(scanner, way) for way in ("information", "variance")}
+    paths["equidistant"] = [equidistant(len(chosen)) for chosen in paths["information"]]
+    found: dict = {"kind": kind, "seed": seed, "chosen": paths, "psnr": {}}
+    for way, rounds in paths.items():
+        found["psnr"][way] = {"TV": [], "DIP": []}
+        for chosen in rounds:
+            A, y = scanner.scan(chosen)
+            image = total_variation_reconstruction(A, y, SETTINGS["TV penalty"]).image
+            found["psnr"][way]["TV"].append(psnr(image, x))
+            found["psnr"][way]["DIP"].append(psnr(prior_of(A, y).image, x))
+    return found | {"seconds": time.perf_counter() - start}
+
+
+# The report
+
+
+def curves(runs: list[dict], out: Path) -> None:
+    kinds = sorted({run["kind"] for run in runs}, reverse=True)
+    figure, axes = plt.subplots(len(kinds), 3, figsize=(11, 3.1 * len(kinds)), squeeze=False, layout="constrained")
+    for row, kind in zip(axes, kinds, strict=True):
+        some = [run for run in runs if run["kind"] == kind]
+        row[0].imshow(phantom(kind, some[0]["seed"])[0, 0], cmap="gray")
+        row[0].set(title=f"{kind}, first of {len(some)}", xticks=[], yticks=[])
+        for axis, method in zip(row[1:], ("TV", "DIP"), strict=True):
+            for way in WAYS:
+                counts, values = table(some, way, method)
+                error = values.std(0) / len(values) ** 0.5
+                axis.errorbar(counts, values.mean(0), error, label=way, capsize=2, marker="o", markersize=3)
+            axis.set(xlabel="projections", ylabel="PSNR, dB", title=f"reconstructed by {method}")
+            axis.spines[["top", "right"]].set_visible(False)
+        row[1].legend(frameon=False)
+    figure.savefig(out / "design.png", dpi=130)
+    plt.close(figure)
+
+
+def table(runs: list[dict], way: str, method: str) -> tuple[list[int], Tensor]:  # (runs, rounds)
+    counts = [len(chosen) for chosen in runs[0]["chosen"][way]]
+    return counts, torch.tensor([run["psnr"][way][method] for run in runs])
+
+
+def needed(counts: list[int], values: Tensor, target: float) -> float:
+    """Return how many projections reach a PSNR, by interpolation; infinity if the curve ends below."""
+    highest = values.cummax(0).values  # a curve that dips has been there before
+    if highest[-1] < target:
+        return math.inf
+    i = int((highest >= target).nonzero()[0])
+    if i == 0:
+        return counts[0]
+    low, high = highest[i - 1].item(), highest[i].item()
+    return counts[i - 1] + (counts[i] - counts[i - 1]) * (target - low) / (high - low)
+
+
+def report(out: Path) -> str:
+    runs = [json.loads(file.read_text()) for file in sorted(out.glob("design-*.json"))]
+    curves(runs, out)
+    lines = ["# Which angles to measure next", "", "`make reproduce-ct`; settings in ct.json.", ""]
+    lines += ["| phantom | by | PSNR less that of equidistant angles, paired, over all counts | at the last count |"]
+    lines += ["|---|---|---|---|"]
+    for kind in sorted({run["kind"] for run in runs}, reverse=True):
+        some = [run for run in runs if run["kind"] == kind]
+        for method in ("TV", "DIP"):
+            _, even = table(some, "equidistant", method)
+            for way in ("information", "variance"):
+                gap = table(some, way, method)[1] - even
+                cells = [with_error(gap.mean(1)), with_error(gap[:, -1])]
+                lines.append(f"| {kind}, {method} | {way} | " + " | ".join(cells) + " |")
+    lines += ["", "Projections to reach what equidistant angles reach (mean curves):", ""]
+    for kind in sorted({run["kind"] for run in runs}, reverse=True):
+        some = [run for run in runs if run["kind"] == kind]
+        for method in ("TV", "DIP"):
+            counts, even = table(some, "equidistant", method)
+            best = table(some, "information", method)[1].mean(0)
+            pairs = [
+                f"{count}: {needed(counts, best, value):.1f}"
+                for count, value in zip(counts[1:], even.mean(0)[1:].tolist(), strict=True)
+            ]
+            lines.append(f"- {kind}, {method}: equidistant and by information: " + ", ".join(pairs))
+    lines += ["", "![curves](design.png)", ""]
+    text = "\n".join(lines)
+    (out / "design.md").write_text(text)
+    return text
+
+
+def with_error(values: Tensor) -> str:
+    return f"{values.mean():+.2f} ± {values.std() / len(values) ** 0.5:.2f} dB"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    everything = ",".join(f"{kind}-{seed}" for seed in SETTINGS["seeds"] for kind in ("rectangles", "discs"))
+    parser.add_argument("--only", default=everything)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("docs/results/ct"))
+    parser.add_argument("--report", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    origin = commit()  # of the code that runs, whatever is committed meanwhile
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name in () if args.report else args.only.split(","):
+        file = args.out / f"design-{name}.json"
+        if not file.exists():
+            kind, seed = name.split("-")
+            found = one(kind, int(seed)) | {"commit": origin, "machine": machine()}
+            file.write_text(json.dumps(found, indent=1) + "\n")
+            print(name, f"{found['seconds']:.0f} s", found["psnr"], flush=True)
+    print(report(args.out))
+
+
+if __name__ == "__main__":
+    main()
