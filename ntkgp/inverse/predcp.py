@@ -19,7 +19,7 @@ __all__ = ["ExpectedVariation", "PredCP", "add_predcp"]
 
 
 class ExpectedVariation:
-    r"""κ_d = E[TV(x)] for x ~ N(f*, J_d S_d J_dᵀ): the weights of one convolution are random, all others at θ*.
+    r"""κ_d = E[TV(x)] for x ~ N(f*, J_d S_d J_dᵀ): the filters of one block are random, all others at θ*.
 
     Differences D x are Gaussian with means μ = D f* and variances v = diag(D J_d S_d J_dᵀ Dᵀ), so
 
@@ -36,21 +36,22 @@ class ExpectedVariation:
 
     def __init__(self, prior: ConvFilterGP, K: Tensor, image: Tensor) -> None:
         self.mu = differences(image)
-        self.variances: list[Tensor] = []  # for every convolution v of each distance, (distances, differences)
+        self.variances: list[Tensor] = []  # for every block v of each distance, (distances, differences)
         with torch.no_grad():
-            found: dict[str, list[Tensor]] = {name: [] for name in prior.filters}
+            found: dict[str, list[Tensor]] = {block: [] for block in prior.filters}
+            of = {name: block for block, names in prior.blocks.items() for name in names}
             for atom, K_j in zip(prior.atoms, K, strict=True):
-                if (name := next(iter(atom))) in found:
-                    found[name].append(_difference_variances(K_j, image.shape))
+                if (block := of[next(iter(atom))]) in found:
+                    found[block].append(_difference_variances(K_j, image.shape))
         self.variances = [torch.stack(parts) for parts in found.values()]
 
-    def __call__(self, prior: ConvFilterGP) -> Tensor:  # (2, number of convolutions)
-        """Return κ and ∂κ/∂ log ℓ, convolution by convolution; differentiable in σ² and ℓ."""
+    def __call__(self, prior: ConvFilterGP) -> Tensor:  # (2, number of blocks)
+        """Return κ and ∂κ/∂ log ℓ, block by block; differentiable in σ² and ℓ."""
         columns = []
-        sigma2 = dict(zip(prior.layout.names, prior.variance.unbind(), strict=True))
-        for (name, V), ell in zip(zip(prior.filters, self.variances, strict=True), prior.lengthscale, strict=True):
-            delta = prior.grid_distances(name).unique().to(V)
-            w = sigma2[name] * torch.exp(-delta / ell)
+        sigma2 = dict(zip(prior.blocks, prior.variance.unbind(), strict=True))
+        for (block, V), ell in zip(zip(prior.filters, self.variances, strict=True), prior.lengthscale, strict=True):
+            delta = prior.grid_distances(block).unique().to(V)
+            w = sigma2[block] * torch.exp(-delta / ell)
             v, slope = w @ V, (w * delta / ell) @ V
             tiny = torch.finfo(v.dtype).tiny
             root = v.clamp(min=tiny).sqrt()

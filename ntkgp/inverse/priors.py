@@ -3,8 +3,9 @@
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ntkgp.inverse.unet import UNet
 from ntkgp.linearization import Linearization
 from ntkgp.linearization.inputs import take
 from ntkgp.priors import ConvFilterGP, GPrior, Grouped, Isotropic, Prior
@@ -28,9 +29,15 @@ def squared_columns(lin: Linearization, generator: torch.Generator | None = None
     return torch.stack([lin.vjp(z, part.unsqueeze(1)).square().sum(0) for part in rows.split(_ROWS)]).sum(0) * share
 
 
-PRIORS: dict[str, Callable[[Linearization], Prior]] = {
-    "conv_filter": ConvFilterGP,
-    "iid": Isotropic,
-    "layerwise": lambda lin: Grouped(lin, by="layer"),
-    "g_prior": lambda lin: GPrior(lin, squared_columns(lin), by="layer"),
+def conv_filter(lin: Linearization, net: nn.Module) -> ConvFilterGP:
+    """Return the prior over filters, which share σ² and ℓ within a block of a U-Net."""
+    blocks = net.blocks if isinstance(net, UNet) else {}
+    return ConvFilterGP(lin, blocks={block: [f"net.{name}" for name in names] for block, names in blocks.items()})
+
+
+PRIORS: dict[str, Callable[[Linearization, nn.Module], Prior]] = {
+    "conv_filter": conv_filter,
+    "iid": lambda lin, net: Isotropic(lin),
+    "layerwise": lambda lin, net: Grouped(lin, by="layer"),
+    "g_prior": lambda lin, net: GPrior(lin, squared_columns(lin), by="layer"),
 }

@@ -237,7 +237,7 @@ def linearized(
         residual = (operator(net(z)) - y).square().mean().item()
     likelihood = Gaussian(residual if noise is None else noise, learn_noise=noise is None).to(dtype)
     prior = prior or ("conv_filter" if exact else "layerwise")
-    chosen = (PRIORS[prior] if isinstance(prior, str) else prior)(measured)
+    chosen = PRIORS[prior](measured, net) if isinstance(prior, str) else prior(measured)
     if tune == "predcp" and not (exact and isinstance(chosen, ConvFilterGP)):
         raise ValueError(
             f'tune="predcp" is for prior="conv_filter" and method="exact", but the prior is {type(chosen).__name__} '

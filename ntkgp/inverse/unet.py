@@ -62,6 +62,17 @@ class UNet(nn.Module):
         self.last = nn.Conv2d(channels, out_channels, 1)
         self.positive = positive
 
+    @property
+    def blocks(self) -> dict[str, list[str]]:
+        """Names of the 3 x 3 filters by block: the convolutions of one resolution on the way down, and on the way up."""
+        found: dict[str, list[str]] = {}
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Conv2d) and module.kernel_size != (1, 1):
+                part, *rest = name.split(".")
+                block = part if part == "first" else f"{part}.{rest[0]}"
+                found.setdefault(block, []).append(f"{name}.weight")
+        return found
+
     def forward(self, z: Tensor) -> Tensor:  # (B, in_channels, H, W) -> (B, out_channels, H, W)
         """Return the image."""
         features = [self.first(z)]

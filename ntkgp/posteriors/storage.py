@@ -27,7 +27,7 @@ from ntkgp.posteriors.low_rank import LowRankPosterior
 from ntkgp.posteriors.model import LinearModel
 from ntkgp.posteriors.sampled import SampledPosterior
 from ntkgp.posteriors.weight_space import WeightSpacePosterior
-from ntkgp.priors import GPrior, Grouped, Prior
+from ntkgp.priors import ConvFilterGP, GPrior, Grouped, Prior
 
 __all__ = ["load", "save"]
 
@@ -172,6 +172,8 @@ def _describe_prior(prior: Prior) -> dict[str, Any]:
     kind = type(prior).__name__
     if kind not in _PRIORS or type(prior).__module__.split(".")[0] != "ntkgp":
         raise TypeError(f"a posterior with a prior of your own ({kind}) cannot be saved")
+    if isinstance(prior, ConvFilterGP):
+        return {"kind": kind, "blocks": prior.blocks}
     return {"kind": kind} | ({"groups": prior.groups} if isinstance(prior, Grouped) else {})
 
 
@@ -241,6 +243,8 @@ def _load_prior(meta: dict[str, Any], state: dict[str, Tensor], lin: Linearizati
         prior: Prior = Grouped(lin, by=meta["groups"])
     elif meta["kind"] == "GPrior":
         prior = GPrior(lin, torch.ones_like(lin.theta), by=meta["groups"])
+    elif meta["kind"] == "ConvFilterGP":
+        prior = ConvFilterGP(lin, blocks=meta.get("blocks"))
     else:
         prior = getattr(prior_kinds, meta["kind"])(lin)
     prior.load_state_dict(state)

@@ -152,7 +152,7 @@ def test_columns_are_squared_one_by_one_or_by_signs(measurement, monkeypatch):
     lin = rec.posterior.lin
     exact = lin.jacobian(rec._z)[0].square().sum(0)
     assert_close(priors.squared_columns(lin), exact)
-    assert_close(PRIORS["g_prior"](lin).scale, 1 / exact.clamp(min=1e-10 * exact.max()))
+    assert_close(PRIORS["g_prior"](lin, rec.dip.net).scale, 1 / exact.clamp(min=1e-10 * exact.max()))
     monkeypatch.setattr(priors, "_EXACT", 1)
     monkeypatch.setattr(priors, "_PROBES", 4096)
     estimate = priors.squared_columns(lin)
@@ -229,14 +229,16 @@ def test_auto_is_exact_where_jacobians_fit(measurement):
 def test_expected_variation_has_its_closed_form_and_derivative(measurement):
     rec = rec_of(measurement)
     prior = rec.posterior.prior
-    prior.variance = torch.rand(len(prior.layout.names)) + 0.5
+    prior.variance = torch.rand(len(prior.blocks)) + 0.5
     prior.lengthscale = torch.rand(len(prior.filters)) + 0.5
     kappa = ExpectedVariation(prior, rec.posterior.K.atoms(prior), rec.mean[0])
     found = kappa(prior)
     dense, ends = Dense(rec), torch.tensor(prior.layout.sizes).cumsum(0).tolist()
     blocks = {n: slice(e - size, e) for n, e, size in zip(prior.layout.names, ends, prior.layout.sizes, strict=True)}
-    for d, name in enumerate(prior.filters):
-        J, S = dense.J[:, blocks[name]], dense.S0[blocks[name], blocks[name]]
+    assert len(prior.filters) == 3  # first, down and up
+    for d, block in enumerate(prior.filters):
+        columns = torch.cat([torch.arange(dense.J.shape[1])[blocks[name]] for name in prior.blocks[block]])
+        J, S = dense.J[:, columns], dense.S0[columns][:, columns]
         root = torch.linalg.cholesky(S)
         draws = dense.f + torch.randn(4000, len(S)) @ root.mT @ J.mT
         tv = total_variation(draws.unflatten(1, (SIZE, SIZE)))

@@ -53,6 +53,17 @@ def test_kronecker_is_the_product_of_its_factors(lin):
     assert_close(S0[: at.start, : at.start], torch.eye(at.start) / 2)
 
 
+BLOCK = {"convolutions": ["0.weight", "2.weight"]}
+
+
+@pytest.fixture
+def alike(float64):
+    net = torch.nn.Sequential(
+        torch.nn.Conv2d(1, 2, 3), torch.nn.Tanh(), torch.nn.Conv2d(2, 3, 3), torch.nn.Flatten(), torch.nn.Linear(12, 2)
+    )
+    return Linearization(net, example=torch.randn(2, 1, 6, 6))
+
+
 def test_filters_are_gaussian_processes_on_their_grid(lin):
     prior = priors.ConvFilterGP(lin, variance=3.0, lengthscale=0.5)
     assert list(prior.filters) == ["0.weight", "3.weight"]
@@ -62,9 +73,28 @@ def test_filters_are_gaussian_processes_on_their_grid(lin):
     assert_close(prior.covariance().to_dense()[-1, -1], torch.tensor(3.0))
 
 
-@pytest.mark.parametrize("make", [priors.Isotropic, priors.Grouped, priors.ConvFilterGP])
-def test_the_atoms_add_up_to_the_covariance(make, lin):
-    prior = make(lin)
+def test_filters_of_a_block_share_their_hyperparameters(alike):
+    each, shared = priors.ConvFilterGP(alike), priors.ConvFilterGP(alike, blocks=BLOCK)
+    assert list(shared.filters) == ["convolutions"]
+    assert len(shared.variance) == len(each.variance) - 1
+    assert len(shared.atoms) == len(each.atoms) - len(each.grid_distances("0.weight").unique())
+    shared.lengthscale = 0.7
+    shared.variance = torch.arange(1.0, 1 + len(shared.variance))
+    at = dict(zip(shared.blocks, shared.variance.tolist(), strict=True))
+    for name in BLOCK["convolutions"]:
+        assert_close(shared.covariances()[name].V, at["convolutions"] * torch.exp(-each.grid_distances(name) / 0.7))
+    with pytest.raises(ValueError, match="filters of a block must be of one size, but those of 'a' are not"):
+        priors.ConvFilterGP(alike, blocks={"a": ["0.weight", "0.bias"]})
+    with pytest.raises(ValueError, match="blocks must name parameters once each, but 'b' has '0.weight'"):
+        priors.ConvFilterGP(alike, blocks={"a": ["0.weight"], "b": ["0.weight"]})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [priors.Isotropic, priors.Grouped, priors.ConvFilterGP, lambda lin: priors.ConvFilterGP(lin, blocks=BLOCK)],
+)
+def test_the_atoms_add_up_to_the_covariance(make, alike):
+    lin, prior = alike, make(alike)
     for parameter in prior.parameters():
         parameter.data += torch.randn_like(parameter)
     total = torch.zeros(lin.num_params, lin.num_params)
