@@ -64,7 +64,7 @@ class UNet(nn.Module):
 
     @property
     def blocks(self) -> dict[str, list[str]]:
-        """Names of the 3 x 3 filters by block: the convolutions of one resolution on the way down, and on the way up."""
+        """Names of the 3 x 3 filters by block: convolutions of one resolution on the way down, and on the way up."""
         found: dict[str, list[str]] = {}
         for name, module in self.named_modules():
             if isinstance(module, nn.Conv2d) and module.kernel_size != (1, 1):
