@@ -11,6 +11,8 @@ from ntkgp.priors.covariance import Covariance, Separable, Uniform
 
 __all__ = ["ConvFilterGP"]
 
+_LONGEST = 1e3  # weights: the evidence may ask for constant filters, and these are constant to a thousandth
+
 
 class ConvFilterGP(LinearPrior):
     r"""Every filter of a convolution is a draw from a GP over its grid, k(p, p') = σ² exp(−‖p − p'‖ / ℓ).
@@ -65,8 +67,8 @@ class ConvFilterGP(LinearPrior):
 
     @property
     def lengthscale(self) -> Tensor:  # (number of blocks of filters,)
-        """ℓ, the lengthscale of each block of filters."""
-        return self._get_positive("lengthscale")
+        """ℓ, the lengthscale of each block of filters, at most 1000 weights: longer ones would make S₀ singular."""
+        return self._get_positive("lengthscale").clamp(max=_LONGEST)
 
     @lengthscale.setter
     def lengthscale(self, value: float | Mapping[str, float] | Tensor) -> None:

@@ -73,6 +73,17 @@ def test_filters_are_gaussian_processes_on_their_grid(lin):
     assert_close(prior.covariance().to_dense()[-1, -1], torch.tensor(3.0))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_filters_that_are_all_but_constant_can_be_drawn(alike, dtype):
+    prior = priors.ConvFilterGP(alike, lengthscale=1e17).to(dtype)
+    theta = alike.layout.split(prior.spread(torch.randn(5, alike.num_params, dtype=dtype)))["2.weight"]
+    assert theta.isfinite().all()
+    assert (theta.flatten(-2).std(-1) < 0.2).all()
+    v = torch.randn(alike.num_params, dtype=dtype)
+    rounding = 1e-2 if dtype == torch.float32 else 1e-9
+    assert_close(prior.precision_times(prior.covariance_times(v)), v, rtol=0, atol=rounding)
+
+
 def test_filters_of_a_block_share_their_hyperparameters(alike):
     each, shared = priors.ConvFilterGP(alike), priors.ConvFilterGP(alike, blocks=BLOCK)
     assert list(shared.filters) == ["convolutions"]
