@@ -191,10 +191,12 @@ def test_bad_input_is_named(rec, problem):
 def test_the_library_is_there_without_matplotlib_and_figures_say_what_they_need():
     code = (
         "import sys; sys.modules['matplotlib'] = None\n"
-        "import ntkgp\n"
+        "import ntkgp, ntkgp.cli\n"
         "try: import ntkgp.report.figures\n"
-        "except ImportError as error: print(error)"
+        "except ImportError as error: print(error)\n"
+        "ntkgp.cli.main(['reconstruct', 'scan.npz', '--geometry', 'fan', '--image-size', '8', '-o', 'out'])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     expected = "figures need matplotlib: pip install 'ntkgp[report]'"
     assert result.stdout.strip() == expected
+    assert (result.returncode, result.stderr) == (2, f"ntkgp reconstruct: {expected}\n")
