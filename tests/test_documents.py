@@ -46,6 +46,27 @@ def test_the_example_of_exact_regression_prints_a_table_and_draws_a_figure(tmp_p
     assert (tmp_path / "exact_gp_regression.png").stat().st_size > 10_000
 
 
+def test_the_example_of_a_reconstruction_prints_scores_and_draws_figures(tmp_path):
+    command = [
+        sys.executable,
+        "examples/reconstruction.py",
+        "--output",
+        tmp_path,
+        "--steps",
+        "50",
+        "--tuning-steps",
+        "2",
+    ]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    scores = re.findall(
+        r"^(filtered back-projection|total variation|network) +(\d+\.\d) dB$", result.stdout, re.MULTILINE
+    )
+    assert [name for name, _ in scores] == ["filtered back-projection", "total variation", "network"]
+    assert re.search(r"pixels within two standard deviations: \d+%", result.stdout)
+    names = {"reconstruction.png", "reconstruction_calibration.png", "reconstruction_convergence.png"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+
 def test_the_map_of_the_code_names_every_module():
     text = (ROOT / "docs" / "architecture.md").read_text()
     modules = [p.name for p in (ROOT / "ntkgp").rglob("*.py") if p.name != "__init__.py" and "priors" not in p.parts]

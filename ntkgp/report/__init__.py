@@ -1,4 +1,4 @@
-"""What predictions are worth: metrics."""
+"""What predictions are worth: metrics, and with matplotlib ``ntkgp.report.figures``, which is imported by that name."""
 
 from ntkgp.report import metrics
 

@@ -1,4 +1,4 @@
-"""Scores of predictions: of probabilities against labels, of intervals, and of what tells two data sets apart."""
+"""Scores: of probabilities against labels, of intervals, of what tells two data sets apart, and of images."""
 
 import torch
 from sklearn.metrics import roc_auc_score
@@ -14,6 +14,7 @@ __all__ = [
     "maximum_calibration_error",
     "negative_log_likelihood",
     "ood_auc",
+    "psnr",
     "reliability",
     "root_mean_squared_calibration_error",
 ]
@@ -97,6 +98,14 @@ def interval_coverage(prediction: Prediction, y: Tensor, level: float = 0.95) ->
     z = torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor((1 + level) / 2)).item()
     mean, std = prediction.mean, prediction.variance.sqrt()
     return ((y.reshape(mean.shape) - mean).abs() <= z * std).double().mean().item()
+
+
+def psnr(x: Tensor, truth: Tensor) -> float:  # of one shape
+    """Return the peak signal-to-noise ratio of an image, 10 log₁₀(max(truth)² / mean squared error), in decibels."""
+    if x.shape != truth.shape:
+        raise ValueError(f"x must have the truth's shape {tuple(truth.shape)}, but has {tuple(x.shape)}")
+    x, truth = x.detach().double(), truth.detach().double()
+    return (10 * torch.log10(truth.max() ** 2 / (x - truth).square().mean())).item()
 
 
 def _checked(probs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:  # (N, K), (N,)

@@ -70,3 +70,10 @@ def test_coverage_and_density_of_a_prediction(float64):
 def test_bad_input_is_named(probs, y, error, match):
     with pytest.raises(error, match=match):
         metrics.accuracy(probs, y)
+
+
+def test_psnr_by_hand():
+    truth = torch.tensor([[0.0, 2.0]])
+    assert metrics.psnr(truth + 0.2, truth) == pytest.approx(20.0)
+    with pytest.raises(ValueError, match=r"x must have the truth's shape \(1, 2\), but has \(2,\)"):
+        metrics.psnr(truth[0], truth)

@@ -1,0 +1,164 @@
+"""Reconstruct an image with error bars from the sinogram of a CT scan.
+
+The .npz file holds ``sinogram`` (angles x detectors), ``angles``, and ``truth`` (N x N) if the image is known. The
+output folder gets arrays (reconstruction.npz), figures (.png) and one page with all of it (index.html). The network's
+images lie between 0 and 1: divide a sinogram by the largest value that its image may have.
+"""
+
+import argparse
+import inspect
+import math
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ntkgp
+from ntkgp.commands.folder import whole_folder
+from ntkgp.commands.scan import Scan, read_scan
+from ntkgp.inverse import RayTransform, Reconstruction
+from ntkgp.inverse.reconstruction import METHODS, TUNINGS
+
+NAME, HELP = "reconstruct", "an image with error bars from a sinogram"
+_DEFAULTS = {name: p.default for name, p in inspect.signature(ntkgp.reconstruct).parameters.items()}
+_SAMPLES = 16  # as many as a sampled posterior has by default
+_NO_SETTINGS = ("run", "parser", "output", "overwrite")  # they do not change the result
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add = parser.add_argument
+    add("file", type=Path, metavar="sinogram.npz", help="sinogram, angles, and truth if it is known")
+    add("-o", "--output", type=Path, required=True, metavar="FOLDER", help="where results go")
+    add("--overwrite", action="store_true", help="replace earlier results in that folder")
+    add = parser.add_argument_group("geometry, lengths in one unit").add_argument
+    add("--geometry", choices=("parallel", "fan"), required=True, help="how rays run")
+    add("--image-size", type=_positive(int), required=True, metavar="N", help="pixels in a row and in a column")
+    add("--pixel-size", type=_positive(float), default=1.0, help="of the image (default: %(default)s)")
+    add("--detector-spacing", type=_positive(float), help="distance of detectors (parallel: that of pixels by default)")
+    add("--source-origin", type=_positive(float), help="fan: from the source to the centre of rotation")
+    add("--source-detector", type=_positive(float), help="fan: from the source to the detector")
+    add("--angles-unit", choices=("radians", "degrees"), default="radians", help="of the file (default: %(default)s)")
+    add = parser.add_argument_group("model, see ntkgp.reconstruct").add_argument
+    add("--method", choices=METHODS, default=_DEFAULTS["method"], help="auto: exact if memory allows (default)")
+    add(
+        "--tune",
+        choices=(*TUNINGS, "none"),
+        default=_DEFAULTS["tune"],
+        help="by what prior and noise are tuned (default: %(default)s)",
+    )
+    add("--noise", type=_positive(float), help="variance of the sinogram's noise (default: it is learnt)")
+    add(
+        "--penalty",
+        type=_nonnegative(float),
+        default=_DEFAULTS["penalty"],
+        help="of total variation (default: %(default)s)",
+    )
+    add("--steps", type=_positive(int), default=_DEFAULTS["steps"], help="of training (default: %(default)s)")
+    add("--rate", type=_positive(float), default=_DEFAULTS["rate"], help="of training (default: %(default)s)")
+    add("--seed", type=_nonnegative(int), default=_DEFAULTS["seed"], help="of network and samples (default: 0)")
+    help_samples = "images to draw; the sampled method has its deviations from them, too (default: %(default)s)"
+    add("--samples", type=_positive(int), default=_SAMPLES, help=help_samples)
+    add("--dtype", choices=("float32", "float64"), default="float32", help="of training (default: %(default)s)")
+
+
+def _positive(kind: type) -> Callable[[str], Any]:
+    return _number(kind, lambda value: value > 0, "be positive")
+
+
+def _nonnegative(kind: type) -> Callable[[str], Any]:
+    return _number(kind, lambda value: value >= 0, "not be negative")
+
+
+def _number(kind: type, holds: Callable[[Any], bool], expected: str) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        value = kind(text)
+        if not (holds(value) and math.isfinite(value)):
+            raise argparse.ArgumentTypeError(f"must {expected}, but is {text}")
+        return value
+
+    parse.__name__ = kind.__name__  # for argparse: invalid int value
+    return parse
+
+
+def run(args: argparse.Namespace) -> None:
+    """Read, reconstruct and write; nothing is written if anything fails.
+
+    Raises:
+        ImportError: if there is no matplotlib.
+        ValueError: if arguments or the file are not what they should be.
+        OSError: if the folder cannot be written.
+    """
+    from ntkgp.commands import results
+
+    _check(args)
+    scan = read_scan(args.file, args.image_size, args.angles_unit, getattr(torch, args.dtype))
+    A = _operator(args, scan)
+    _check_range(A, scan)
+    with whole_folder(args.output, results.FILES, args.overwrite) as folder:
+        start = time.perf_counter()
+        rec, told = _reconstructed(args, A, scan)
+        samples = rec.sample(args.samples, torch.Generator().manual_seed(args.seed))
+        settings = {name: value for name, value in vars(args).items() if name not in _NO_SETTINGS}
+        settings |= {"file": str(args.file)}
+        found = results.Results(rec, A.fbp(scan.y)[0], samples, scan.truth, settings, told, time.perf_counter() - start)
+        found.write(folder)
+    print(args.output / results.PAGE)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Compare arguments with each other."""
+    if args.geometry == "fan":
+        for name in ("detector_spacing", "source_origin", "source_detector"):
+            if getattr(args, name) is None:
+                raise ValueError(
+                    f"--geometry fan needs --{name.replace('_', '-')}, a positive length, but it is not given"
+                )
+    else:
+        for name in ("source_origin", "source_detector"):
+            if getattr(args, name) is not None:
+                raise ValueError(f"--{name.replace('_', '-')} is for --geometry fan, but --geometry is {args.geometry}")
+    if args.tune == "predcp" and (args.method == "sampled" or not args.penalty):
+        raise ValueError(
+            "--tune predcp needs a positive --penalty and a --method other than sampled, but they are "
+            f"{args.penalty:g} and {args.method}"
+        )
+
+
+def _operator(args: argparse.Namespace, scan: Scan) -> RayTransform:
+    detectors, lengths = scan.y.shape[-1], {"detector_spacing": args.detector_spacing, "pixel_size": args.pixel_size}
+    if args.geometry == "parallel":
+        return RayTransform.parallel(args.image_size, scan.angles, detectors, **lengths, dtype=scan.y.dtype)
+    sources = args.source_origin, args.source_detector
+    return RayTransform.fan(args.image_size, scan.angles, *sources, detectors, **lengths, dtype=scan.y.dtype)
+
+
+def _check_range(A: RayTransform, scan: Scan) -> None:
+    """Refuse what no image between 0 and 1 explains, as far as that can be told beforehand."""
+    if scan.truth is not None and (scan.truth.min() < 0 or scan.truth.max() > 1):
+        low, high = scan.truth.min().item(), scan.truth.max().item()
+        raise ValueError(f"truth must lie between 0 and 1, but from {low:.4g} to {high:.4g}: scale it and the sinogram")
+    total, largest = scan.y.sum().item(), A(scan.y.new_ones(1, *A.image_shape)).sum().item()
+    if not total <= largest:
+        raise ValueError(
+            f"sinogram must be that of an image between 0 and 1, whose sum is {largest:.4g} at most, but its sum is "
+            f"{total:.4g}: scale it"
+        )
+
+
+def _reconstructed(args: argparse.Namespace, A: RayTransform, scan: Scan) -> tuple[Reconstruction, list[str]]:
+    """Return the reconstruction and what it warned of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        rec = ntkgp.reconstruct(
+            A, scan.y, tune=None if args.tune == "none" else args.tune, method=args.method, noise=args.noise,
+            penalty=args.penalty, steps=args.steps, rate=args.rate, seed=args.seed, num_samples=args.samples,
+        )  # fmt: skip
+    told = [str(warning.message) for warning in caught]
+    for message in told:
+        print(f"{args.parser.prog}: warning: {message}", file=sys.stderr)
+    return rec, told
