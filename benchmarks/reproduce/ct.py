@@ -31,6 +31,7 @@ from ntkgp.inverse import (
     train,
 )
 from ntkgp.inverse.reconstruction import Reconstruction
+from ntkgp.report.metrics import psnr
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from harness import commit, machine, peak_mb
@@ -40,10 +41,6 @@ PENALTIES = (0.01, 0.03, 0.1, 0.3)  # of TV and Tikhonov; the best for the true 
 DROPOUT_SAMPLES = 200
 REPEATS = 5
 METHODS = ("unit noise", "MC dropout", "evidence", "TV-PredCP", "evidence, layerwise", "sampled EM, layerwise")
-
-
-def psnr(x: Tensor, truth: Tensor) -> float:
-    return (10 * torch.log10(truth.max() ** 2 / (x - truth).square().mean())).item()
 
 
 def image_noise(A: RayTransform, noise: float) -> float:

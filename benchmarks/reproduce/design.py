@@ -23,9 +23,9 @@ from torch import Tensor
 from ntkgp.inverse import RayTransform, UNet, linearized, phantoms, total_variation_reconstruction, train
 from ntkgp.inverse.deep_image_prior import DeepImagePrior
 from ntkgp.inverse.design import next_angle
+from ntkgp.report.metrics import psnr
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from ct import psnr
 from harness import commit, machine
 
 mpl.use("Agg")

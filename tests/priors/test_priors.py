@@ -96,7 +96,7 @@ def test_filters_of_a_block_share_their_hyperparameters(alike):
         assert_close(shared.covariances()[name].V, at["convolutions"] * torch.exp(-each.grid_distances(name) / 0.7))
     with pytest.raises(ValueError, match="filters of a block must be of one size, but those of 'a' are not"):
         priors.ConvFilterGP(alike, blocks={"a": ["0.weight", "0.bias"]})
-    with pytest.raises(ValueError, match="blocks must name parameters once each, but 'b' has '0.weight'"):
+    with pytest.raises(ValueError, match=r"blocks must name parameters once each, but 'b' has '0\.weight'"):
         priors.ConvFilterGP(alike, blocks={"a": ["0.weight"], "b": ["0.weight"]})
 
 
