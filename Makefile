@@ -63,8 +63,10 @@ reproduce-images: $(VENV)/.ready  ## Table 2 of the paper, FashionMNIST and MNIS
 reproduce-adapted: $(VENV)/.ready  ## evidence at θ* and at θ_⋆ for five kinds of network on MNIST, into docs/results/adapted/
 	@$(BIN)/python benchmarks/reproduce/adapted.py --data $(NTKGP_DATA)
 
-reproduce-ct: $(VENV)/.ready  ## KMNIST from few projections, with error bars, into docs/results/ct/
+reproduce-ct: $(VENV)/.ready  ## KMNIST, a head at 128² and experimental design, with error bars, into docs/results/ct/
 	@$(BIN)/python benchmarks/reproduce/ct.py --data $(NTKGP_DATA)
+	@$(BIN)/python benchmarks/reproduce/ct_large.py
+	@$(BIN)/python benchmarks/reproduce/design.py
 
 clean:  ## remove what the targets made, the environments included
 	rm -rf $(VENV) $(PEERS) demo build *.egg-info .pytest_cache .ruff_cache .mypy_cache .coverage

@@ -189,6 +189,17 @@ def test_tuning_raises_the_evidence_and_learns_noise(measurement):
     assert given.posterior.likelihood.noise.item() == pytest.approx(0.02)
 
 
+def test_draws_after_the_evidence_asked_for_constant_filters(float64):
+    A = RayTransform.parallel(SIZE, 4)
+    x = torch.zeros(1, 1, SIZE, SIZE)
+    x[..., 2:6, 3:6] = 0.7
+    torch.manual_seed(0)
+    y = A(x) + 0.05 * torch.randn(1, 1, 4, 12)
+    rec = reconstruct(A, y, UNet(channels=4, scales=2), steps=60, rate=1e-2)
+    rec.posterior.prior.lengthscale = 1e17
+    assert rec.sample(2).isfinite().all()
+
+
 # Without matrices
 
 
