@@ -67,6 +67,7 @@ reproduce-ct: $(VENV)/.ready  ## KMNIST, a head at 128² and experimental design
 	@$(BIN)/python benchmarks/reproduce/ct.py --data $(NTKGP_DATA)
 	@$(BIN)/python benchmarks/reproduce/ct_large.py
 	@$(BIN)/python benchmarks/reproduce/design.py
+	@$(BIN)/python benchmarks/reproduce/ct_figures.py --data $(NTKGP_DATA)
 
 clean:  ## remove what the targets made, the environments included
 	rm -rf $(VENV) $(PEERS) demo build *.egg-info .pytest_cache .ruff_cache .mypy_cache .coverage

@@ -55,19 +55,28 @@ def scores(image: GaussianImage, x: Tensor, floor: float) -> dict[str, float]:
     }
 
 
+def measured(data: Path, index: int, angles: int) -> tuple[Tensor, RayTransform, Tensor, float]:
+    """Return an image, how it is measured, its measurement, and the noise's standard deviation."""
+    images = np.load(data / "images" / "kmnist_test.npz")["x_test"]
+    x = torch.tensor(images[index : index + 1]).float().unsqueeze(1) / 255
+    A = RayTransform.parallel(28, angles, SETTINGS["detectors"])
+    clean = A(x)
+    sigma = SETTINGS["noise"] * clean.abs().mean().item()
+    generator = torch.Generator().manual_seed(1000 * SETTINGS["seed"] + index)
+    return x, A, clean + sigma * torch.randn(clean.shape, generator=generator), sigma
+
+
+def prior_of(A: RayTransform, y: Tensor, penalty: float) -> DeepImagePrior:
+    """Return the trained network."""
+    torch.manual_seed(SETTINGS["seed"])
+    return train(A, y, UNet(), A.fbp(y), penalty, SETTINGS["steps"], SETTINGS["rate"], progress=False)
+
+
 def one(data: Path, index: int, angles: int) -> dict:
     """Reconstruct one image in all ways."""
     S, start = SETTINGS, time.perf_counter()
-    images = np.load(data / "images" / "kmnist_test.npz")["x_test"]
-    x = torch.tensor(images[index : index + 1]).float().unsqueeze(1) / 255
-    A, penalty = RayTransform.parallel(28, angles, S["detectors"]), S["penalty"][str(angles)]
-    clean = A(x)
-    sigma = S["noise"] * clean.abs().mean()
-    generator = torch.Generator().manual_seed(1000 * S["seed"] + index)
-    y = clean + sigma * torch.randn(clean.shape, generator=generator)
-    floor = image_noise(A, sigma.item() ** 2)
-    torch.manual_seed(S["seed"])
-    dip = train(A, y, UNet(), A.fbp(y), penalty, S["steps"], S["rate"])
+    (x, A, y, sigma), penalty = measured(data, index, angles), S["penalty"][str(angles)]
+    floor, dip = image_noise(A, sigma**2), prior_of(A, y, penalty)
     found: dict = {
         "index": index,
         "angles": angles,
@@ -79,7 +88,7 @@ def one(data: Path, index: int, angles: int) -> dict:
             "DIP": psnr(dip.image, x),
         },
         "seconds": {"DIP": time.perf_counter() - start},
-        "noise": {"true": sigma.item() ** 2},
+        "noise": {"true": sigma**2},
     }
     torch.manual_seed(S["seed"])
     net, searched = UNet(dropout=S["dropout"]), {"steps": S["dropout steps"], "rate": S["rate"], "penalty": penalty}

@@ -6,10 +6,13 @@ import torch
 from torch import Tensor
 
 from ntkgp.inverse.operators import Measurement
+from ntkgp.inverse.ray_transform import RayTransform
 from ntkgp.inverse.total_variation import differences, differences_adjoint, total_variation
 from ntkgp.solvers import conjugate_gradients
 
-__all__ = ["Classical", "tikhonov", "total_variation_reconstruction"]
+__all__ = ["CLASSICAL", "Classical", "classical", "tikhonov", "total_variation_reconstruction"]
+
+CLASSICAL = ("fbp", "tikhonov", "tv")
 
 _POWER_ITERATIONS = 30
 _CHECK = 25  # iterations between looks at the gap
@@ -23,6 +26,32 @@ class Classical:
     image: Tensor  # (B, *image_shape)
     iterations: int
     residual: float  # relative: of the linear system, or what the objective changed at last
+
+    @property
+    def mean(self) -> Tensor:  # (*image_shape)
+        """The first image, as other reconstructions have it."""
+        return self.image[0]
+
+
+def classical(A: Measurement, y: Tensor, method: str, penalty: float) -> Classical:
+    r"""Return argmin ‖A x − y‖² / d_y + ``penalty`` R(x), the objective of a deep image prior without its network.
+
+    Args:
+        A: the operator.
+        y: measurements, (B, *measured_shape).
+        method: "tv" for total variation R and x ≥ 0, "tikhonov" for R = ‖x‖², "fbp" for filtered back-projection.
+        penalty: of R; a filtered back-projection has none.
+    """
+    if method == "fbp":
+        if not isinstance(A, RayTransform):
+            raise ValueError(f'method="fbp" is for a RayTransform, but A is a {type(A).__name__}')
+        return Classical(A.fbp(y), 0, 0.0)
+    d_y = A.measured_shape.numel()
+    return (
+        tikhonov(A, y, penalty * d_y)
+        if method == "tikhonov"
+        else total_variation_reconstruction(A, y, penalty * d_y / 2)
+    )
 
 
 def tikhonov(A: Measurement, y: Tensor, penalty: float, tolerance: float = 1e-6, steps: int = 500) -> Classical:

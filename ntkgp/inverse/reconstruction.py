@@ -4,11 +4,12 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
+from ntkgp.inverse.classical import CLASSICAL, Classical, classical
 from ntkgp.inverse.deep_image_prior import DeepImagePrior, train
 from ntkgp.inverse.gaussian_image import BySamples, GaussianImage
 from ntkgp.inverse.observation_space import ObservationSpacePosterior, PixelGram
@@ -128,6 +129,29 @@ class SampledReconstruction(BySamples, Reconstruction):
             )
 
 
+@overload
+def reconstruct(A: Any, y: Tensor, *, method: Literal["fbp", "tikhonov", "tv"], penalty: float = ...) -> Classical: ...
+
+
+@overload
+def reconstruct(
+    A: Any,
+    y: Tensor,
+    net: nn.Module | None = ...,
+    z: Tensor | None = ...,
+    prior: str | Callable[[Linearization], Prior] | None = ...,
+    tune: str | None = ...,
+    method: str = ...,
+    noise: float | None = ...,
+    penalty: float = ...,
+    steps: int = ...,
+    rate: float = ...,
+    seed: int = ...,
+    progress: bool | None = ...,
+    **options: Any,
+) -> Reconstruction: ...
+
+
 def reconstruct(
     A: Any,
     y: Tensor,
@@ -143,7 +167,7 @@ def reconstruct(
     seed: int = 0,
     progress: bool | None = None,
     **options: Any,
-) -> Reconstruction:
+) -> Reconstruction | Classical:
     """Reconstruct an image with error bars from one measurement y = A x + ε.
 
     Train a network on the measurement (:func:`train`), linearise it, and tune prior and noise by the evidence of the
@@ -159,7 +183,8 @@ def reconstruct(
             method and "layerwise" for samples.
         tune: "evidence"; "predcp" for type-II MAP with the TV-PredCP hyperprior; None to leave the prior as it is.
         method: "exact"; "sampled", matrix-free, whose evidence is maximised by EM and which knows no PredCP; "auto" for
-            exact if the Jacobians fit 2 GB.
+            exact if the Jacobians fit 2 GB; or, without network and error bars, "fbp", "tikhonov" and "tv" (see
+            :func:`classical`), which take no argument but ``penalty``.
         noise: σ², the variance of the measurement's noise; None to learn it, starting at the network's residual.
         penalty: γ, of total variation while training.
         steps: of training.
@@ -171,8 +196,10 @@ def reconstruct(
     Raises:
         ValueError: if a name is not known, or a shape does not fit.
     """
-    _check_names(prior, tune, method)
+    _check_names(prior, tune, method, (*METHODS, *CLASSICAL))
     operator = as_measurement(A, y)
+    if method in CLASSICAL:
+        return classical(operator, y, method, penalty)
     if net is None:
         if len(operator.image_shape) != 3:
             shape = tuple(operator.image_shape)
@@ -184,13 +211,13 @@ def reconstruct(
     return linearized(dip, operator, y, prior, tune, method, noise, penalty, progress=progress, **options)
 
 
-def _check_names(prior: Any, tune: str | None, method: str) -> None:
+def _check_names(prior: Any, tune: str | None, method: str, methods: tuple[str, ...] = METHODS) -> None:
     if tune is not None and tune not in TUNINGS:
         raise ValueError(f"tune must be one of {', '.join(TUNINGS)} or None, but is {tune!r}")
     if isinstance(prior, str) and prior not in PRIORS:
         raise ValueError(f"prior must be one of {', '.join(PRIORS)} or a function, but is {prior!r}")
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(METHODS)}, but is {method!r}")
+    if method not in methods:
+        raise ValueError(f"method must be one of {', '.join(methods)}, but is {method!r}")
 
 
 def linearized(

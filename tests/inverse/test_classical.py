@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+import ntkgp
 from ntkgp.inverse import Mask, Matrix, RayTransform, tikhonov, total_variation, total_variation_reconstruction
 from ntkgp.inverse.total_variation import differences, differences_adjoint
 
@@ -55,3 +56,26 @@ def test_bad_input_is_named(method):
         method(A, torch.zeros(1, 5, 12), 1.0)
     with pytest.raises(ValueError, match="y must be finite"):
         method(A, torch.full((1, 1, 5, 12), torch.nan), 1.0)
+
+
+def test_the_same_call_reconstructs_without_a_network(float64):
+    A = RayTransform.parallel(8, 6)
+    x = torch.rand(1, 1, 8, 8)
+    y, penalty = A(x), 1e-2
+    d_y = y.numel()
+    assert_close(ntkgp.reconstruct(A, y, method="fbp").mean, A.fbp(y)[0])
+
+    def objective(image, R):
+        return ((A(image) - y).square().sum() / d_y + penalty * R(image)).item()
+
+    for method, R in (("tikhonov", lambda v: v.square().sum()), ("tv", lambda v: total_variation(v).sum())):
+        found = ntkgp.reconstruct(A, y, method=method, penalty=penalty).image
+        for _ in range(10):  # no point nearby is better
+            other = (found + 1e-2 * torch.randn_like(found)).clamp(min=0 if method == "tv" else -9)
+            assert objective(found, R) <= objective(other, R)
+        for factor in (0.98, 1.02):
+            assert objective(found, R) <= objective(found * factor, R)
+    with pytest.raises(ValueError, match='method="fbp" is for a RayTransform, but A is a Matrix'):
+        ntkgp.reconstruct(torch.randn(5, 9), torch.randn(1, 5), method="fbp")
+    with pytest.raises(ValueError, match="method must be one of auto, exact, sampled, fbp, tikhonov, tv, but is 'art'"):
+        ntkgp.reconstruct(A, y, method="art")
