@@ -10,7 +10,7 @@ from torch.distributions import MultivariateNormal
 from torch.testing import assert_close
 
 import ntkgp
-from ntkgp.inverse import RayTransform, UNet, reconstruct, total_variation
+from ntkgp.inverse import DeepImagePrior, RayTransform, UNet, linearized, reconstruct, total_variation, train
 from ntkgp.inverse.predcp import ExpectedVariation
 from ntkgp.inverse.priors import PRIORS
 from ntkgp.priors import Diagonal, Isotropic, Kronecker
@@ -228,6 +228,20 @@ def test_em_without_matrices_ends_where_the_exact_evidence_is_stationary(measure
     relevant = exact.posterior.effective_parameters() > 0.5
     assert_close(precisions[0][relevant], precisions[1][relevant], rtol=0, atol=0.1)
     assert_close(rec.posterior.likelihood.noise, exact.posterior.likelihood.noise, rtol=0.1, atol=0)
+
+
+def test_single_precision_sees_what_double_does(measurement):
+    A, _, y = measurement
+    dip = train(A, y, network(), A.fbp(y), steps=50, rate=1e-2)
+    single = DeepImagePrior(copy.deepcopy(dip.net).float(), dip.z.float(), dip.losses, dip.step)
+    options = {"tune": None, "noise": 0.01, "method": "sampled", "prior": "iid", "num_samples": 20}
+    double = linearized(dip, A, y, tolerance=1e-10, sketch=40, **options)
+    for sketch in (0, 40):
+        found = linearized(single, copy.deepcopy(A).float(), y.float(), tolerance=1e-4, sketch=sketch, **options)
+        assert found.std.dtype == found.mean.dtype == found.sample(2).dtype == torch.float32
+        assert_close(found.std.double(), double.std, rtol=5e-3, atol=1e-5)
+        assert_close(found.mean.double(), double.mean, rtol=1e-4, atol=1e-5)
+        assert_close(found.refine().mean.double(), double.refine().mean, rtol=5e-3, atol=1e-3)
 
 
 def test_auto_is_exact_where_jacobians_fit(measurement):
