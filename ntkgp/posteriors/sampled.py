@@ -16,8 +16,9 @@ from ntkgp.posteriors.data import draw
 from ntkgp.posteriors.descent import KRONECKER_POINTS, kronecker_preconditioner
 from ntkgp.posteriors.function_space import FunctionSpacePosterior
 from ntkgp.posteriors.model import Chunk, split
+from ntkgp.posteriors.sketch import Sketch
 from ntkgp.posteriors.weight_space import WeightSpacePosterior
-from ntkgp.solvers import Nystrom, Product, Rows, Solution, dual_descent, gradient_descent
+from ntkgp.solvers import Product, Rows, Solution, dual_descent, gradient_descent
 
 __all__ = ["SampledPosterior"]
 
@@ -94,7 +95,7 @@ class SampledPosterior(WeightSpacePosterior):
         self._f: Tensor | None = None  # (N, C), where Λ is evaluated at our points
         self._pulled_noise: tuple[list[Tensor], Tensor] | None = None  # with the likelihood's hyperparameters then
         self._coarse: list[FunctionSpacePosterior] = []  # in a list, as it is no part of this module
-        self._sketched: tuple[list[Tensor], Tensor] | None = None  # with what Λ depended on then
+        self._sketched: tuple[list[Tensor], Sketch] | None = None  # with what Λ depended on then
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -254,46 +255,23 @@ class SampledPosterior(WeightSpacePosterior):
         return min(_SKETCH, self.lin.num_params) if self.lin.num_outputs > _SUBSET_ROWS else 0
 
     def _sketch_preconditioner(self) -> Product:
-        """Return v -> (S₀⁻¹ + W Wᵀ)⁻¹ v for Jᵀ Λ J ≈ W Wᵀ, by Woodbury's identity: a new prior costs no product."""
-
-        def make() -> tuple[Tensor, Tensor]:
-            W = self._sketch()
-            B = W @ self.prior.covariance_times(W).mT
-            B.diagonal().add_(1)
-            return W, torch.linalg.cholesky(B)
-
         with torch.no_grad():
-            W, L = self._current("sketch", make)
+            return self._current("sketch", lambda: self._sketch().preconditioner(self.prior))
 
-        def precondition(v: Tensor) -> Tensor:  # (S, P)
-            Sv = self.prior.covariance_times(v)
-            return Sv - self.prior.covariance_times(torch.cholesky_solve(W @ Sv.mT, L).mT @ W)
-
-        return precondition
-
-    def _sketch(self) -> Tensor:  # Wᵀ, (k, P)
-        """Return a Nyström approximation of Jᵀ Λ J, sketched in the coordinates of the prior of the time.
-
-        Where Λ = I / σ² it is rescaled when the noise changes; elsewhere another one is made.
-        """
+    def _sketch(self) -> Sketch:
+        """Return the sketch; where Λ = I / σ² it is rescaled when the noise changes, elsewhere another one is made."""
         likelihood = self.likelihood
         scalar = isinstance(likelihood, Gaussian) and likelihood.noise.numel() == 1
         now = [likelihood.noise.detach().sqrt()] if scalar else [p.detach().clone() for p in likelihood.parameters()]
         if self._sketched is None or not (scalar or all(map(torch.equal, now, self._sketched[0]))):
             self._sketched = now, self._new_sketch()
-        then, W = self._sketched
-        return W * (then[0] / now[0]) if scalar else W
+        then, sketch = self._sketched
+        return sketch.scaled(then[0] / now[0]) if scalar else sketch
 
-    def _new_sketch(self) -> Tensor:  # (k, P)
-        root, prior = self._roots_now(), self.prior
-
-        def whitened(z: Tensor) -> Tensor:  # S₀^½ᵀ Jᵀ Λ J S₀^½ z, as many at a time as there are samples
-            parts = z.split(self.num_samples + 1)
-            return torch.cat([prior.whiten(self._ggn_times(prior.spread(part), root)) for part in parts])
-
-        generator = torch.Generator(self.lin.device).manual_seed(self.seed)
-        found = Nystrom.sketch(whitened, self.lin.theta, self.lin.num_params, self._rank, generator)
-        return found.eigenvalues.sqrt().unsqueeze(1) * prior.precision_times(prior.spread(found.U))
+    def _new_sketch(self) -> Sketch:
+        root, generator = self._roots_now(), torch.Generator(self.lin.device).manual_seed(self.seed)
+        together = self.num_samples + 1
+        return Sketch.of(lambda v: self._ggn_times(v, root), self.prior, self._rank, together, generator)
 
     def _subset(self) -> FunctionSpacePosterior:
         if not self._coarse:
