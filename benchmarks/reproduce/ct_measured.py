@@ -37,7 +37,7 @@ from harness import commit, machine, peak_mb
 mpl.use("Agg")
 plt.rcParams.update({"font.size": 9, "figure.dpi": 150})
 SETTINGS = json.loads((Path(__file__).parent / "ct_measured.json").read_text())
-EFFORT = ("steps", "EM steps", "iterations", "sketch")  # what a trial may have less of
+EFFORT = ("steps", "samples", "EM steps", "iterations", "sketch")  # what a trial may have less of
 OUT = Path("docs/results/ct")
 SEGMENTED = 512  # pixels on a side of the challenge's segmentations
 HISTOGRAM = 256  # bins, for Otsu's threshold
@@ -237,8 +237,14 @@ def error_bars(p: Problem, dip: DeepImagePrior, effort: dict, state: Path) -> Re
         dip, p.A, p.y, prior="layerwise", tune=None, method="sampled", num_samples=S["samples"], seed=S["seed"],
         sketch=S["sketch"], max_iterations=S["iterations"],
     )  # fmt: skip
-    rec.posterior.tune(steps=S["EM steps"], checkpoint=state)
+    rec.posterior.tune(steps=S["EM steps"], search={"steps": S["Newton steps"]}, checkpoint=state)
     return rec
+
+
+def refined(rec: Reconstruction) -> Tensor:  # (size, size)
+    """Return the mean of the linear model, as near as a few Newton steps come."""
+    posterior = rec.posterior.refine(steps=SETTINGS["Newton steps"])
+    return type(rec)(rec.dip, rec.A, posterior, rec.pixels).mean[0]
 
 
 def told_before(p: Problem, effort: dict) -> str:
@@ -276,7 +282,7 @@ def one(data: Path, case: str, effort: dict, cache: Path, out: Path, threads: in
     rec = error_bars(p, dip, effort, cache / f"{p.name}-{steps}-em.safetensors")
     std = rec.std[0]
     seconds["EM"] = time.perf_counter() - start
-    images["DIP"], images["DIP, refined"] = dip.image[0, 0], rec.refine().mean[0]
+    images["DIP"], images["DIP, refined"] = dip.image[0, 0], refined(rec)
     draw(p, images, std, out / f"{case}.png")
     misfit = {name: (p.A(x[None, None]) - p.y).square().mean().sqrt().item() for name, x in images.items()}
     return (
