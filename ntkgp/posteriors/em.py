@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from ntkgp.evidence import noise_step, precision_step
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from ntkgp.posteriors.sampled import SampledPosterior
 
 __all__ = ["maximise_expectation"]
+
+_DETERMINED = 0.9  # of the data: beyond, n − γ̂ is no better than its error
 
 
 def maximise_expectation(
@@ -30,7 +33,8 @@ def maximise_expectation(
 ) -> "SampledPosterior":
     r"""Alternate between θ_⋆ with S samples (E) and MacKay's step with their estimate of γ (M).
 
-    α_g ← α_g γ̂_g / q_g and, for Gaussian noise, σ² ← ‖y − f‖² / (n − γ̂) (Antorán et al. 2023). The noise of the samples
+    α_g ← α_g γ̂_g / q_g and, for Gaussian noise, σ² ← ‖y − f‖² / (n − γ̂) (Antorán et al. 2023), or if γ̂ is near n,
+    (‖y − f‖² + σ² γ̂) / n, which is slower and has the same fixed point. The noise of the samples
     is kept, so that steps do not jitter, and every solve starts at the last one. Each step is a line of
     ``posterior.history`` with γ̂, its standard error, residuals and iterations.
 
@@ -104,12 +108,17 @@ def _step(posterior: "SampledPosterior", at: str, search: dict[str, Any]) -> dic
     if isinstance(likelihood, Gaussian) and likelihood.raw_noise.requires_grad:
         noise = likelihood.noise.detach()
         squares, n = (part.sum() for part in squared_errors(posterior, delta))
-        better = noise_step(squares, n, gamma.sum())
+        better = _noise(noise, squares, n, gamma.sum())
         found["noise"] = noise.tolist()
         moved = max(moved, (better / noise).log().abs().max().item())
         likelihood.noise = better
     prior.precision = new
     return found | {"moved": moved}
+
+
+def _noise(noise: Tensor, squares: Tensor, n: Tensor, gamma: Tensor) -> Tensor:
+    """Return MacKay's step, or where data determine about as many parameters as they are, or γ̂ errs, EM's: σ² > 0."""
+    return noise_step(squares, n, gamma) if gamma < _DETERMINED * n else (squares + noise.mean() * gamma) / n
 
 
 def _check(posterior: "SampledPosterior", at: str) -> None:

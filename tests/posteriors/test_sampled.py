@@ -315,3 +315,22 @@ def test_noise_of_points_with_many_outputs_is_drawn_for_few_of_them(float64, mon
     whole = post._noise_of(next(iter(post.model)), problem.lin.num_outputs)
     first, last = whole[:, :size], whole[:, -size:]
     assert (first - last).abs().min() > 0  # other points, other noise
+
+
+def test_noise_stays_positive_where_data_determine_all():
+    from ntkgp.posteriors.em import _noise
+
+    now, squares, n = torch.tensor([0.5]), torch.tensor(3.0), torch.tensor(10.0)
+    assert_close(_noise(now, squares, n, torch.tensor(4.0)), torch.tensor(0.5))  # 3 / (10 − 4)
+    assert_close(_noise(now, squares, n, torch.tensor(12.0)), torch.tensor(0.9))  # (3 + 0.5 * 12) / 10
+    fixed = torch.tensor([0.4])  # 0.4 = s / (n − γ) holds for both steps
+    assert_close(_noise(fixed, 0.4 * (n - 9.5), n, torch.tensor(9.5)), fixed[0])
+
+
+def test_features_too_large_to_capture_ask_for_a_sketch(float64):
+    problem = Problem("mlp", "gaussian")
+    post = problem.fit("sampled", num_samples=2, **EXACT)
+    assert post._rank == 0
+    post.preconditioner = None
+    post.model.memory_budget = post.lin.capture_bytes - 1
+    assert post._rank == min(1000, post.lin.num_params)
