@@ -63,8 +63,10 @@ def maximise_expectation(
                 state = State(state.step + 1, [*state.history, found], found["moved"] <= tolerance)
                 if file is not None and posterior.model.ranks.rank == 0:
                     _save(posterior, state, file)
-                gamma = ", ".join(f"{g:.4g}" for g in found["effective_parameters"][:4])
-                bar.set_postfix_str(f"γ {gamma}, residual {found['residual']:.1e}")
+                gamma, alpha = (
+                    ", ".join(f"{v:.3g}" for v in found[name][:4]) for name in ("effective_parameters", "precision")
+                )
+                bar.set_postfix_str(f"γ {gamma}; α {alpha}; residual {found['residual']:.1e}")
                 bar.update()
     except BaseException:
         with torch.no_grad():

@@ -1,5 +1,7 @@
 """A refined Gaussian posterior is GPyTorch's ExactGP with our mean and kernel."""
 
+from contextlib import ExitStack
+
 import gpytorch
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import ntkgp
+from ntkgp.operators.tangent import TangentKernelLinearOperator
 
 
 class ExactGP(gpytorch.models.ExactGP):
@@ -53,6 +56,41 @@ def test_the_refined_posterior_is_the_exact_gp(method, C, float64):
         assert_close(found.covariance_matrix, truth.covariance_matrix, rtol=1e-8, atol=1e-10)
         assert_close(post.log_evidence(), evidence.view(()), rtol=1e-8, atol=0)
         assert_close(refined.log_evidence(), evidence.view(()), rtol=1e-8, atol=0)
+
+
+def test_a_lazy_kernel_is_solved_by_the_conjugate_gradients_of_linear_operator_as_its_settings_say(
+    float64, monkeypatch
+):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 1))
+    x, y, x_new = torch.randn(40, 2), torch.randn(40), torch.randn(4, 2)
+    lin = ntkgp.Linearization(net, example=x)
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    likelihood.noise = 0.3
+
+    def mean(memory_budget: int, **settings) -> torch.Tensor:
+        model = ExactGP(x, y, likelihood, lin, ntkgp.priors.Isotropic(lin))
+        model.covar_module = ntkgp.NTKKernel(lin, ntkgp.priors.Isotropic(lin), memory_budget=memory_budget)
+        model.eval()
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            for name, value in settings.items():
+                stack.enter_context(getattr(gpytorch.settings, name)(value))
+            return model(x_new).mean
+
+    truth = mean(4 << 30, max_cholesky_size=10000)
+    products = []
+    matmul = TangentKernelLinearOperator._matmul
+    monkeypatch.setattr(
+        TangentKernelLinearOperator, "_matmul", lambda self, v: products.append(v.shape) or matmul(self, v)
+    )
+    found = mean(100, max_cholesky_size=1, eval_cg_tolerance=1e-5, max_cg_iterations=100)
+    tight = len(products)
+    assert_close(found, truth, rtol=0, atol=1e-4)
+    products.clear()
+    loose = mean(100, max_cholesky_size=1, eval_cg_tolerance=1.0, max_cg_iterations=100)
+    assert 5 < len(products) < tight
+    assert (loose - truth).abs().max() > (found - truth).abs().max()
 
 
 def test_one_newton_step_is_exact_for_gaussian_noise(float64):

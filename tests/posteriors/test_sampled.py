@@ -334,3 +334,10 @@ def test_features_too_large_to_capture_ask_for_a_sketch(float64):
     post.preconditioner = None
     post.model.memory_budget = post.lin.capture_bytes - 1
     assert post._rank == min(1000, post.lin.num_params)
+
+
+def test_progress_shows_parameters_precisions_and_residuals(float64, capsys):
+    Problem("mlp", "gaussian", "grouped").fit("sampled", num_samples=2, **EXACT).tune(steps=1, progress=True)
+    shown = capsys.readouterr().err
+    assert "EM: 100%" in shown
+    assert all(part in shown for part in ("γ ", "; α ", "; residual "))
