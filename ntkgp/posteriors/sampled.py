@@ -24,7 +24,7 @@ __all__ = ["SampledPosterior"]
 
 SOLVERS = ("cg", "descent", "dual")
 _SUBSET_ROWS = 6000  # rows of B of the subset that preconditions: factorised in a second
-_SKETCH = 1000  # vectors of the sketch that preconditions where a single point has more rows
+_SKETCH = 500  # vectors of the sketch that preconditions where a single point has more rows
 _REMEMBERED = 2  # solutions that the next ones start from
 _BLOCK, _BLOCK_NUMBERS = 256, 1 << 18  # points whose noise comes from one seed, and at most so many outputs of theirs
 
@@ -50,7 +50,7 @@ class SampledPosterior(WeightSpacePosterior):
         preconditioner: how many points precondition the linear systems; by default what is factorised in a second; 0
             for S₀ alone.
         sketch: the rank of a sketch that preconditions instead, at the price of so many products with Jᵀ Λ J; 0 for
-            none, by default 1000 if a single point has more outputs than could be factorised, or features too large.
+            none, by default 500 if a single point has more outputs than could be factorised, or features too large.
         solver: "cg" for conjugate gradients, an iteration a pass; or ``max_iterations`` passes by minibatches, for one
             process: "descent" down the gradient, with a Kronecker-factored preconditioner, or "dual" over a number for
             each output, Matheron's rule as it stands.

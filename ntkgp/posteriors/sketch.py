@@ -40,14 +40,21 @@ class Sketch:
         return Sketch(self.W * factor)
 
     def preconditioner(self, prior: Prior) -> Product:
-        """Return v -> (S₀⁻¹ + W Wᵀ)⁻¹ v, by Woodbury's identity."""
-        W = self.W
-        B = W @ prior.covariance_times(W).mT
-        B.diagonal().add_(1)
-        L = torch.linalg.cholesky(B)
+        r"""Return v -> (S₀⁻¹ + W Wᵀ)⁻¹ v.
+
+        It is L (I − U Uᵀ + U diag(1 + s²)⁻¹ Uᵀ) Lᵀ v, with S₀ = L Lᵀ and U, s the singular vectors and values of Lᵀ W.
+        Woodbury's identity takes a difference that has no digits left in single precision where s² is large, and may
+        be negative. Here what is orthogonal to U is made so twice, and everything is positive to rounding.
+        """
+        Q, R = torch.linalg.qr(prior.whiten(self.W).mT)
+        rotation, s, _ = torch.linalg.svd(R)
+        U, shrink = (Q @ rotation).mT, 1 / (1 + s**2)  # (k, P), (k,)
 
         def precondition(v: Tensor) -> Tensor:  # (S, P)
-            Sv = prior.covariance_times(v)
-            return Sv - prior.covariance_times(torch.cholesky_solve(W @ Sv.mT, L).mT @ W)
+            z = prior.whiten(v)
+            c = z @ U.mT
+            rest = z - c @ U
+            rest = rest - (rest @ U.mT) @ U
+            return prior.spread(rest + (c * shrink) @ U)
 
         return precondition

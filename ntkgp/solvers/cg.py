@@ -72,7 +72,9 @@ def conjugate_gradients(
         p = z + torch.where(active, rho / before, 0).unsqueeze(1) * p
         active &= rho > enough
         iterations, products = iterations + 1, products + S
-    return Solution(x, (rho / scale).clamp(min=0).sqrt(), iterations, products)
+    # A preconditioner that is not positive to rounding would make its own residuals: they count as infinite.
+    residual = torch.where(rho < -enough, torch.inf, (rho / scale).clamp(min=0).sqrt())
+    return Solution(x, residual, iterations, products)
 
 
 def _nearest(A: Product, b: Tensor, V: Tensor) -> Iterator[tuple[Tensor, Tensor]]:  # (S, n), (k, S, n)

@@ -1,5 +1,7 @@
 """Conjugate gradients against a dense solve."""
 
+import math
+
 import torch
 from torch.testing import assert_close
 
@@ -96,3 +98,11 @@ def test_a_start_that_is_good_enough_spares_the_others(float64):
     found = conjugate_gradients(lambda v: v @ A, b, lambda v: v / A.diagonal(), 1e-8, 500, starts)
     assert (found.iterations, found.products) == (0, len(b))
     assert_close(found.x, solution, rtol=1e-8, atol=1e-12)
+
+
+def test_a_preconditioner_that_is_not_positive_is_no_convergence(float64):
+    M = torch.randn(8, 8)
+    A, b = M @ M.mT + torch.eye(8), torch.randn(2, 8)
+    found = conjugate_gradients(lambda v: v @ A, b, lambda v: v * torch.tensor([-50.0] + 7 * [1.0]), 1e-6, 50)
+    assert (b - found.x @ A).norm() > 1e-3
+    assert found.residual == math.inf
