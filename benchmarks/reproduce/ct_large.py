@@ -31,12 +31,11 @@ from harness import commit, machine, peak_mb
 mpl.use("Agg")
 SETTINGS = json.loads((Path(__file__).parent / "ct.json").read_text())["large"]
 PENALTIES = (0.003, 0.01, 0.03, 0.1)  # of TV; the best for the true image, which flatters it
-CAP = 500  # iterations at which a solver gives up
+CAP = 200  # iterations at which a solver gives up
 SOLVERS = {  # what the samples of the tuned model are solved with
     "prior alone, cold": {"preconditioner": 0},
-    "sketch of rank 50, cold": {"sketch": 50},
-    "sketch of rank 200, cold": {"sketch": 200},
-    "sketch of rank 400, cold": {"sketch": 400},
+    "sketch of rank 100, cold": {"sketch": 100},
+    "sketch of rank 500, cold": {"sketch": 500},
 }
 
 
@@ -124,7 +123,7 @@ def solvers(args: argparse.Namespace) -> dict:
     rec.posterior.prior.precision = torch.tensor(last["precision"])
     rec.posterior.likelihood.noise = last["noise"]
     rec.posterior._statistics()
-    return found | {"sketch of rank 200, warm": counted(rec, start)}
+    return found | {"sketch of rank 500, warm": counted(rec, start)}
 
 
 def at(state: dict, dip: DeepImagePrior, A: RayTransform, y: Tensor, chosen: dict) -> Reconstruction:
