@@ -243,8 +243,7 @@ def error_bars(p: Problem, dip: DeepImagePrior, effort: dict, state: Path) -> Re
 
 def refined(rec: Reconstruction) -> Tensor:  # (size, size)
     """Return the mean of the linear model, as near as a few Newton steps come."""
-    posterior = rec.posterior.refine(steps=SETTINGS["Newton steps"])
-    return type(rec)(rec.dip, rec.A, posterior, rec.pixels).mean[0]
+    return rec.refine(steps=SETTINGS["Newton steps"]).mean[0]
 
 
 def told_before(p: Problem, effort: dict) -> str:

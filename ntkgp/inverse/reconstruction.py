@@ -32,6 +32,9 @@ METHODS = ("auto", "exact", "sampled")
 _EXACT_BYTES = 2 << 30  # that the Jacobians of image and measurement may take for the exact method
 
 
+_NO_PREDCP = 'tune="predcp" is for prior="conv_filter" and method="exact", but the prior is {} and the method {}'
+
+
 class Pixels(nn.Module):
     """A network whose outputs are the pixels of its image, in a row."""
 
@@ -101,9 +104,13 @@ class Reconstruction(GaussianImage):
         """Return log p(y), differentiable in the hyperparameters; see :meth:`Posterior.log_evidence`."""
         return self.posterior.log_evidence(at=at)
 
-    def refine(self) -> "Reconstruction":
-        """Return the reconstruction whose mean is that of the linear model, too."""
-        return type(self)(self.dip, self.A, self.posterior.refine(), self.pixels)
+    def refine(self, **options: Any) -> "Reconstruction":
+        """Return the reconstruction whose mean is that of the linear model, too.
+
+        Args:
+            options: of :meth:`Posterior.refine`, for samples as ``steps=5`` to bound the search.
+        """
+        return type(self)(self.dip, self.A, self.posterior.refine(**options), self.pixels)
 
     @property
     def _z(self) -> Tensor:
@@ -207,6 +214,8 @@ def reconstruct(
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             net = UNet(in_channels=operator.image_shape[0], out_channels=operator.image_shape[0]).to(y)
+    if tune == "predcp" and not _is_exact(method, operator, net):
+        raise ValueError(_NO_PREDCP.format(prior or "conv_filter", "sampled"))  # before hours of training
     dip = train(operator, y, net, _input(operator, y) if z is None else z, penalty, steps, rate, progress=progress)
     return linearized(dip, operator, y, prior, tune, method, noise, penalty, progress=progress, **options)
 
@@ -249,10 +258,7 @@ def linearized(
         options: of :class:`SampledPosterior`.
     """
     _check_names(prior, tune, method)
-    weights = sum(m.weight.numel() for m in dip.net.modules() if isinstance(m, nn.Conv2d))
-    exact = method == "exact" or (
-        method == "auto" and (A.image_shape.numel() + y.numel()) * weights * 8 <= _EXACT_BYTES
-    )
+    exact = _is_exact(method, A, dip.net)
     dtype = torch.float64 if exact else y.dtype
     net, operator = deepcopy(dip.net).to(dtype).requires_grad_(True), deepcopy(A).to(dtype)
     z, y = dip.z.to(dtype), y.to(dtype)
@@ -266,10 +272,7 @@ def linearized(
     prior = prior or ("conv_filter" if exact else "layerwise")
     chosen = PRIORS[prior](measured, net) if isinstance(prior, str) else prior(measured)
     if tune == "predcp" and not (exact and isinstance(chosen, ConvFilterGP)):
-        raise ValueError(
-            f'tune="predcp" is for prior="conv_filter" and method="exact", but the prior is {type(chosen).__name__} '
-            f"and the method {'exact' if exact else 'sampled'}"
-        )
+        raise ValueError(_NO_PREDCP.format(type(chosen).__name__, "exact" if exact else "sampled"))
     data = z, y.flatten(1)
     if exact:
         model = LinearModel(measured, as_source(data, measured, likelihood), likelihood, memory_budget=0)
@@ -285,6 +288,12 @@ def linearized(
     if tune is not None:
         found.posterior.tune(steps=tuning_steps or (100 if exact else 5), progress=progress)
     return found
+
+
+def _is_exact(method: str, A: Measurement, net: nn.Module) -> bool:
+    weights = sum(m.weight.numel() for m in net.modules() if isinstance(m, nn.Conv2d))
+    bytes_ = (A.image_shape.numel() + A.measured_shape.numel()) * weights * 8
+    return method == "exact" or (method == "auto" and bytes_ <= _EXACT_BYTES)
 
 
 def _input(A: Measurement, y: Tensor) -> Tensor:  # (1, *image_shape)

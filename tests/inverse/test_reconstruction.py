@@ -313,6 +313,8 @@ def test_bad_input_is_named(measurement):
         reconstruct(A, y, prior="flat")
     with pytest.raises(ValueError, match="but the prior is Isotropic and the method exact"):
         rec_of(measurement, prior=Isotropic, tune="predcp")
+    with pytest.raises(ValueError, match="but the prior is conv_filter and the method sampled"):
+        rec_of(measurement, tune="predcp", method="sampled", steps=10**9)  # before it trains
     with pytest.raises(ValueError, match="noise must be positive"):
         rec_of(measurement, noise=0.0)
     with pytest.raises(ValueError, match=r"net must be given for images of shape \(9,\)"):
