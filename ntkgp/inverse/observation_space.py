@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Hashable
 from copy import deepcopy
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -13,6 +14,7 @@ from ntkgp.inverse.operators import Measurement
 from ntkgp.likelihoods import Likelihood, SiteBlocks
 from ntkgp.linearization import Features, Linearization
 from ntkgp.linearization.features import DenseBlock
+from ntkgp.linearization.inputs import Input
 from ntkgp.operators import gram
 from ntkgp.posteriors import FunctionSpacePosterior
 from ntkgp.posteriors.capacitance import capacitance
@@ -106,6 +108,22 @@ class ObservationSpacePosterior(FunctionSpacePosterior):
     @property
     def _options(self) -> dict[str, Any]:
         return {"K": self.K, "A": self.A}
+
+    def update(self, x: Input, y: Tensor, weights: Tensor | None = None) -> Self:
+        """Refuse: there is one point, all of the measurement.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("a reconstruction cannot be updated: reconstruct again from both measurements together")
+
+    def save(self, path: str | Path, overwrite: bool = False) -> None:
+        """Refuse: operators are not written.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("a reconstruction cannot be saved: keep its network, and linearise it again")
 
     def image_covariance(self) -> Tensor:  # (d_x, d_x)
         """Return the posterior covariance of the pixels."""

@@ -322,4 +322,8 @@ def test_bad_input_is_named(measurement):
     rec = rec_of(measurement)
     with pytest.raises(ValueError, match=r"x must have the shape \(1, 8, 8\), but has \(1, 1, 8, 8\)"):
         rec.log_likelihood(x)
+    with pytest.raises(ValueError, match="a reconstruction cannot be updated"):
+        rec.posterior.update(rec._z, y.flatten(1))
+    with pytest.raises(ValueError, match="a reconstruction cannot be saved"):
+        rec.posterior.save("nowhere")
     assert ntkgp.reconstruct is reconstruct
