@@ -161,11 +161,8 @@ def report(out: Path) -> str:
             lines.append("| " + " | ".join(cells) + " |")
     if (file := out / "shepp-logan-solvers.json").exists():
         run = json.loads(file.read_text())
-        lines += [
-            "",
-            f"Samples of the tuned model, {run['angles']} angles, to a residual of {run['tolerance']} in each one's own norm:",
-            "",
-        ]
+        told = f"{run['angles']} angles, to a residual of {run['tolerance']} in each one's own norm"
+        lines += ["", f"Samples of the tuned model, {told}:", ""]
         lines += ["| preconditioner and start | iterations | residual | seconds |", "|---|---|---|---|"]
         for name, row in run.items():
             if isinstance(row, dict):
