@@ -322,12 +322,9 @@ def report(args: argparse.Namespace) -> None:
             i = COLUMNS.index(f"θ_⋆, {which}")
             if SLIDES[name][i + 2] < 2 * SLIDES[name][i] - 0.02:
                 continue
-            cells = []
-            for at_map in ([r[f"θ*, {which}"] for r in found], [r["θ*, going on"][which] for r in found]):
-                pairs = zip(at_map, found, strict=True)
-                gap = torch.tensor([m["nll"] - r[f"θ_⋆, {which}"]["nll"] for m, r in pairs])
-                error = gap.std().item() / len(gap) ** 0.5 if len(gap) > 1 else float("nan")
-                cells += [f"{gap.mean():.4f} ± {error:.4f}", "yes" if gap.mean() > error else "no"]
+            gone_on = [r for r in found if "θ*, going on" in r]
+            cells = _gap([r[f"θ*, {which}"] for r in found], found, which)
+            cells += _gap([r["θ*, going on"][which] for r in gone_on], gone_on, which) if gone_on else ["", ""]
             lines.append(f"| {name}, {which} | " + " | ".join(cells) + " |")
     lines += ["", "| accuracy, ECE | MAP | " + " | ".join(COLUMNS) + " |", "|---|---|" + "---|" * len(COLUMNS)]
     for name, found in runs.items():
@@ -341,6 +338,14 @@ def report(args: argparse.Namespace) -> None:
         _figure(json.loads((args.out / "curve.json").read_text())["curve"], args.out / "curve.png")
     (args.out / "README.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
+
+
+def _gap(at_map: list[dict], found: list[dict], which: str) -> list[str]:
+    gap = torch.tensor([m["nll"] - r[f"θ_⋆, {which}"]["nll"] for m, r in zip(at_map, found, strict=True)])
+    if len(gap) == 1:
+        return [f"{gap.item():.4f} (one seed)", ""]
+    error = gap.std().item() / len(gap) ** 0.5
+    return [f"{gap.mean():.4f} ± {error:.4f} ({len(gap)} seeds)", "yes" if gap.mean() > error else "no"]
 
 
 def _cell(values: list[float]) -> str:
