@@ -3,6 +3,7 @@
 from ntkgp.likelihoods.base import Expansion, Likelihood, Moments
 from ntkgp.likelihoods.blocks import SiteBlocks
 from ntkgp.likelihoods.counts import Poisson
+from ntkgp.likelihoods.expectations import Expectation, expected
 from ntkgp.likelihoods.factorized import FactorizedLikelihood, ScalarLikelihood
 from ntkgp.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
 from ntkgp.likelihoods.labels import Bernoulli, Categorical
@@ -12,6 +13,7 @@ __all__ = [
     "Bernoulli",
     "Categorical",
     "Expansion",
+    "Expectation",
     "FactorizedLikelihood",
     "Gaussian",
     "HeteroscedasticGaussian",
@@ -20,6 +22,7 @@ __all__ = [
     "Poisson",
     "ScalarLikelihood",
     "SiteBlocks",
+    "expected",
 ]
 
 LIKELIHOODS = {
