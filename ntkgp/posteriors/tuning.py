@@ -209,12 +209,10 @@ def _log(posterior: "Posterior", found: dict[str, Any], bar: tqdm) -> None:
 
 def _warn_if_far(posterior: "Posterior") -> None:
     """Say so if the tuned linear model explains the data far better than the network, where the mean still is."""
-    delta = posterior._last_mode  # of the last step but one: another search would cost as much as a step
-    if delta is None:
+    gain = posterior._gain_at_mode()
+    if gain is None:
         return
-    with torch.no_grad():
-        total = posterior._log_likelihood(delta) - posterior._log_likelihood(torch.zeros_like(delta))
-        gain = total.item() / sum(chunk.data.y.numel() for chunk in posterior.model)
+    gain /= sum(chunk.data.y.numel() for chunk in posterior.model)
     if gain > _FAR:
         warnings.warn(
             f"the mode of the linear model gains {gain:.1f} nats a target over the network itself: the network is not "
