@@ -21,7 +21,7 @@ import ntkgp
 from ntkgp.commands.folder import whole_folder
 from ntkgp.commands.scan import Scan, read_scan
 from ntkgp.inverse import RayTransform, Reconstruction
-from ntkgp.inverse.reconstruction import METHODS, TUNINGS
+from ntkgp.inverse.setting import METHODS, TUNINGS
 
 NAME, HELP = "reconstruct", "an image with error bars from a sinogram"
 _DEFAULTS = {name: p.default for name, p in inspect.signature(ntkgp.reconstruct).parameters.items()}
@@ -152,11 +152,12 @@ def _check_range(A: RayTransform, scan: Scan) -> None:
 
 def _reconstructed(args: argparse.Namespace, A: RayTransform, scan: Scan) -> tuple[Reconstruction, list[str]]:
     """Return the reconstruction and what it warned of."""
+    options = {} if args.method == "exact" else {"num_samples": args.samples}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         rec = ntkgp.reconstruct(
             A, scan.y, tune=None if args.tune == "none" else args.tune, method=args.method, noise=args.noise,
-            penalty=args.penalty, steps=args.steps, rate=args.rate, seed=args.seed, num_samples=args.samples,
+            penalty=args.penalty, steps=args.steps, rate=args.rate, seed=args.seed, **options,
         )  # fmt: skip
     told = [str(warning.message) for warning in caught]
     for message in told:

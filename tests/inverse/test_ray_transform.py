@@ -39,10 +39,18 @@ def transform(kind: str, size: int) -> RayTransform:
 
 
 def distances(A: RayTransform) -> Tensor:  # (A, D)
-    """Return how far each ray passes from the centre of disc and blob."""
-    rays = A.geometry.rays()
-    to = torch.tensor(CENTRE) - rays.points
-    return (to[..., 0] * rays.directions[..., 1] - to[..., 1] * rays.directions[..., 0]).abs()
+    """Return how far each ray passes from the centre of disc and blob, from where source and detector stand."""
+    g, (x, y) = A.geometry, CENTRE
+    cos, sin = g.angles.cos()[:, None], g.angles.sin()[:, None]
+    u = (torch.arange(g.detectors) - (g.detectors - 1) / 2)[None] * g.spacing
+    if not hasattr(g, "source_origin"):
+        return (x * cos - y * sin - u).abs()
+    source = g.source_origin * sin, g.source_origin * cos  # right, down
+    behind = g.source_detector - g.source_origin
+    pixel = u * cos - behind * sin, -u * sin - behind * cos
+    along = pixel[0] - source[0], pixel[1] - source[1]
+    cross = along[0] * (y - source[1]) - along[1] * (x - source[0])
+    return cross.abs() / (along[0] ** 2 + along[1] ** 2).sqrt()
 
 
 def relative(found: Tensor, true: Tensor) -> float:
