@@ -27,7 +27,10 @@ class Physics(Protocol):
 
 
 class Measurement(nn.Module, ABC):
-    """An operator of ours: images and measurements have known shapes, and further leading dimensions are batches."""
+    """An operator of ours: images and measurements have known shapes, and further leading dimensions are batches.
+
+    Each shows its adjoint to be one when it is made.
+    """
 
     image_shape: torch.Size
     measured_shape: torch.Size
@@ -93,6 +96,7 @@ class Matrix(Measurement):
             self.M = M
         else:
             self.register_buffer("M", M, persistent=False)
+        check_adjoint(self, torch.empty(0, dtype=M.dtype, device=M.device))
 
     def _apply_to(self, x: Tensor) -> Tensor:
         return _rows(self.M, x.flatten(-len(self.image_shape))).unflatten(-1, self.measured_shape)
@@ -121,6 +125,7 @@ class Blur(Measurement):
             raise ValueError(f"kernel must have two odd sizes, but has shape {tuple(kernel.shape)}")
         self.register_buffer("kernel", kernel, persistent=False)
         self.image_shape = self.measured_shape = torch.Size(image_shape)
+        check_adjoint(self, kernel)
 
     def _apply_to(self, x: Tensor) -> Tensor:
         return self._convolved(x, self.kernel.flip(0, 1))
@@ -154,6 +159,7 @@ class Fourier(Measurement):
             )
         self.register_buffer("mask", mask, persistent=False)
         self.measured_shape = torch.Size((C, 2, int(mask.sum())))
+        check_adjoint(self, torch.empty(0, device=mask.device))
 
     def _apply_to(self, x: Tensor) -> Tensor:
         z = torch.fft.rfft2(x, norm="ortho")[..., self.mask]
@@ -188,6 +194,7 @@ class Mask(Measurement):
             raise ValueError(f"mask must be boolean with shape {expected}, but is {mask.dtype}, {tuple(mask.shape)}")
         self.register_buffer("mask", mask, persistent=False)
         self.measured_shape = torch.Size((self.image_shape[0], int(mask.sum())))
+        check_adjoint(self, torch.empty(0, device=mask.device))
 
     def _apply_to(self, x: Tensor) -> Tensor:
         return x[..., self.mask]
