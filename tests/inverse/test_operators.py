@@ -154,12 +154,25 @@ def test_images_are_reconstructed_through_an_operator_like_those_of_deepinv(meth
         assert_close(rec.std, matrix.std, rtol=1e-4, atol=1e-6)
 
 
-def test_images_are_reconstructed_through_deepinv_itself():
+@pytest.mark.parametrize("name", ["inpainting", "blur", "tomography"])
+def test_images_are_reconstructed_through_deepinv_itself(name):
     deepinv = pytest.importorskip("deepinv", reason="deepinv needs torchvision, which has no build for a CPU torch")
-    physics = deepinv.physics.Inpainting((1, 8, 8), mask=0.5)
-    x = torch.rand(1, 1, 8, 8)
-    rec = reconstruct(physics, physics.A(x), UNet(channels=3, scales=2, skip=2), steps=30, tune=None, noise=0.01)
-    assert rec.std.isfinite().all()
+    torch.manual_seed(0)
+    shape = (1, SIZE, SIZE)
+    physics = {
+        "inpainting": lambda: deepinv.physics.Inpainting(shape, mask=0.5),
+        "blur": lambda: deepinv.physics.BlurFFT(shape, filter=deepinv.physics.blur.gaussian_blur(sigma=1.0)),
+        "tomography": lambda: deepinv.physics.Tomography(
+            angles=8, img_width=SIZE, circle=False, adjoint_via_backprop=True, normalize=False
+        ),
+    }[name]()
+    y, net = physics.A(torch.rand(1, *shape)), UNet(channels=3, scales=2, skip=2)
+    options = {"steps": 30, "rate": 1e-2, "tune": None, "noise": 0.01, "prior": "iid"}
+    exact = reconstruct(physics, y, net, method="exact", **options)
+    sampled = reconstruct(physics, y, net, method="sampled", num_samples=400, tolerance=1e-4, **options)
+    assert_close(sampled.mean, exact.mean.float(), rtol=1e-4, atol=1e-5)
+    error = exact.std / (2 * 400) ** 0.5
+    assert ((sampled.std - exact.std).abs() <= 5 * error + 1e-5).all()
 
 
 def test_a_false_adjoint_is_refused(float64):
