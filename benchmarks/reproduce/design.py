@@ -17,6 +17,7 @@ import json
 import math
 import sys
 import time
+from itertools import product
 from pathlib import Path
 
 import matplotlib as mpl
@@ -151,27 +152,31 @@ def report(out: Path) -> str:
     runs = [json.loads(file.read_text()) for file in sorted(out.glob("design-*.json"))]
     curves(runs, out)
     lines = ["# Which angles to measure next", "", "`make reproduce-ct`; settings in ct.json.", ""]
-    lines += ["| phantom | by | PSNR less that of equidistant angles, paired, over all counts | at the last count |"]
-    lines += ["|---|---|---|---|"]
-    for kind in sorted({run["kind"] for run in runs}, reverse=True):
+    kinds = sorted({run["kind"] for run in runs}, reverse=True)
+    counts = table(runs, "equidistant", JUDGES[0])[0]
+    lines += ["| PSNR, dB | angles | " + " | ".join(f"{n} projections" for n in counts) + " | all, paired |"]
+    lines += ["|---" * (len(counts) + 3) + "|"]
+    for kind, judge in product(kinds, JUDGES):
         some = [run for run in runs if run["kind"] == kind]
-        for method in JUDGES:
-            _, even = table(some, "equidistant", method)
-            for way in CRITERIA:
-                gap = table(some, way, method)[1] - even
-                cells = [with_error(gap.mean(1)), with_error(gap[:, -1])]
-                lines.append(f"| {kind}, {method} | {way} | " + " | ".join(cells) + " |")
-    lines += ["", "Projections to reach what equidistant angles reach (mean curves):", ""]
-    for kind in sorted({run["kind"] for run in runs}, reverse=True):
+        even = table(some, "equidistant", judge)[1]
+        means = [f"{value:.2f}" for value in even.mean(0).tolist()]
+        lines.append(f"| {kind}, {len(some)} phantoms, {judge} | equidistant | " + " | ".join(means) + " | |")
+        for way in CRITERIA:
+            gap = table(some, way, judge)[1] - even
+            cells = [with_error(column) for column in gap.unbind(1)]
+            lines.append(f"| | by {way} | " + " | ".join(cells) + f" | {with_error(gap.mean(1))} |")
+    lines += ["", "Projections that reach what equidistant angles reach, by the mean curves:", ""]
+    lines += [
+        "| | angles | " + " | ".join(f"{n} equidistant" for n in counts[1:]) + " |",
+        "|---" * (len(counts) + 1) + "|",
+    ]
+    for kind, judge, way in product(kinds, JUDGES, CRITERIA):
         some = [run for run in runs if run["kind"] == kind]
-        for method in JUDGES:
-            counts, even = table(some, "equidistant", method)
-            best = table(some, "information", method)[1].mean(0)
-            pairs = [
-                f"{count}: {needed(counts, best, value):.1f}"
-                for count, value in zip(counts[1:], even.mean(0)[1:].tolist(), strict=True)
-            ]
-            lines.append(f"- {kind}, {method}: equidistant and by information: " + ", ".join(pairs))
+        even, best = (table(some, which, judge)[1].mean(0) for which in ("equidistant", way))
+        cells = [f"{needed(counts, best, value):.1f}" for value in even[1:].tolist()]
+        lines.append(f"| {kind}, {judge} | by {way} | " + " | ".join(cells) + " |")
+    commits = ", ".join(sorted({run["commit"] for run in runs}))
+    lines += ["", f"{runs[0]['machine']}, commits {commits}; seeds {SETTINGS['seeds']}."]
     lines += ["", "![curves](design.png)", ""]
     text = "\n".join(lines)
     (out / "design.md").write_text(text)
@@ -179,7 +184,7 @@ def report(out: Path) -> str:
 
 
 def with_error(values: Tensor) -> str:
-    return f"{values.mean():+.2f} ± {values.std() / len(values) ** 0.5:.2f} dB"
+    return f"{values.mean():+.2f} ± {values.std() / len(values) ** 0.5:.2f}"
 
 
 def main() -> None:
