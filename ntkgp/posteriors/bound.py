@@ -47,6 +47,10 @@ class View:
     epsilon: Tensor  # (), the variance of the noise in u
     free: bool  # whether μ is f_lin(x; m₀) and q may move the mean, or μ is the network's output and it may not
 
+    def detach(self) -> "View":
+        """Return the same numbers without their graph."""
+        return View(self.w.detach(), self.L.detach(), self.epsilon.detach(), self.free)
+
     def mu(self, rows: Rows) -> Tensor:  # (n, C)
         """Return the prior's mean."""
         return (rows.f + rows.moved if self.free else rows.f).double()
@@ -95,6 +99,12 @@ class Statistics:
 
     H: Tensor  # (M, M)
     b: Tensor  # (M,)
+
+    @classmethod
+    def nothing(cls, M: int, device: torch.device) -> "Statistics":
+        """Return what no points say."""
+        H = torch.zeros(M, M, dtype=torch.float64, device=device)
+        return cls(H, H.new_zeros(M))
 
     @classmethod
     def of(cls, W: Tensor, r: Tensor, curvature: SiteBlocks, distance: Tensor) -> "Statistics":  # (n C, M), (n, C)

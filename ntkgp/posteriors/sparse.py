@@ -153,9 +153,10 @@ class VariationalPosterior(Posterior):
         self._trained = [p.detach().clone() for p in self.parameters()]
 
     def plan(self, **changes: Any) -> Plan:
-        """Return how q is trained."""
+        """Return how q is trained: not at all where one pass finds the optimum, or none is looked for."""
         averages = Averages(self.alpha if self.objective in ("alpha", "predictive") else 0.0, self.num_samples)
-        epochs = 1 if self.objective == "nystrom" else self.epochs
+        exact = averages.alpha == 0 and self.likelihood.curvature_atoms(self.lin.num_outputs) is not None
+        epochs = 1 if self.objective == "nystrom" or (exact and not changes.get("learnt")) else self.epochs
         options = {"epochs": epochs, "batch_size": self.batch_size, "seed": self.seed, "rate": _RATE}
         return Plan(averages, **(options | changes))
 

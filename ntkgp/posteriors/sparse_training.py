@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from ntkgp.likelihoods import Expectation
-from ntkgp.posteriors.bound import Averages, Marginals, Piece, Statistics, View, laplace, surrogate
+from ntkgp.posteriors.bound import Averages, Statistics
 from ntkgp.posteriors.checkpoint import Checkpoint
-from ntkgp.posteriors.feed import Batch, Feed
+from ntkgp.posteriors.feed import Batch
+from ntkgp.posteriors.sparse_steps import Adam, Steps
 from ntkgp.posteriors.tuning import hidden, log_hyperprior, settings
-from ntkgp.posteriors.whitened import Factored, Natural, WhitenedGaussian
+from ntkgp.posteriors.whitened import Factored, Natural
 
 if TYPE_CHECKING:
     from ntkgp.posteriors.sparse import VariationalPosterior
@@ -25,10 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Plan", "beside", "train"]
 
 _EVERY = 100  # steps between checkpoints within an epoch
-_FIRST, _DECAY = 0.5, 0.6  # rates of natural steps: the largest, and the power of 1 / (steps so far) they fall with
-_HALVINGS = 8  # of a natural step that lowers the bound on its own minibatch
-_MOMENTS = 0.9, 0.999  # Adam's, as its authors have them
-_TINY = 1e-8
+_LARGEST, _DECAY = 0.5, 0.6  # rates of natural steps: the largest, and the power of 1 / (steps so far) they fall with
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,8 @@ class Plan:
     """How to train.
 
     Args:
-        averages: how the likelihood is averaged; for powers of it q moves by Adam's steps, else by natural gradients.
+        averages: how the likelihood is averaged. For powers of it natural-gradient steps for its logarithm come first,
+            then, for the second half of the epochs, Adam's.
         epochs: passes over the data, the first of them for what the data say at the network's own outputs.
         batch_size: points in a minibatch, None for all; a loader has its own.
         seed: of order and draws.
@@ -56,20 +54,39 @@ class Plan:
         told = {name: str(getattr(self, name)) for name in ("averages", "epochs", "batch_size", "seed", "rate")}
         return told | {"learnt": ", ".join(self.learnt)}
 
+    @property
+    def adam_from(self) -> int:
+        """The first epoch that has Adam's steps, if any has."""
+        return 1 + self.epochs // 2 if self.averages.alpha > 0 else 1
+
+    def kind(self, epoch: int, whole: bool) -> str:
+        """Return what an epoch is for.
+
+        Args:
+            epoch: which.
+            whole: whether a minibatch has all points.
+        """
+        if epoch == 0:
+            return "network"
+        if self.averages.alpha > 0:
+            return "gradient" if epoch >= self.adam_from else "natural"
+        closes = epoch > 1 and epoch == self.epochs - 1 and not whole and not self.learnt
+        return "closing" if closes else "natural"
+
 
 @dataclass(frozen=True)
 class State:
     """How far a run has come."""
 
-    q: Natural  # after the first epoch of a run by Adam's steps: where their coordinates have their origin
+    q: Natural  # or, while Adam moves q, where its coordinates have their origin
+    sums: Statistics  # what this epoch has added up, if it is one that adds up
     moving: dict[str, Tensor]  # what Adam moves: hyperparameters, and coordinates of q
-    first: dict[str, Tensor]  # its moments
-    second: dict[str, Tensor]
+    adam: Adam
     epoch: int = 0
     batch: int = 0  # minibatches of this epoch that are done
     seen: int = 0  # points of this epoch that are done
     step: int = 0  # minibatches in all after the first epoch
-    value: float = 0.0  # sum of the objective's estimates in this epoch, each times its share of the points
+    value: float = 0.0  # the objective's estimates in this epoch, each times its number of points
 
 
 def train(
@@ -84,8 +101,9 @@ def train(
        h \leftarrow (1-\rho) h + \rho \tfrac{N}{n} \sum W^\top (E[r] + E[\Lambda] W m)
 
     with ρ = n/N, so that the last epoch counts, or larger at first where the mean or hyperparameters move; h stays 0
-    for a fixed mean. In whitened coordinates the divergence does not know the hyperparameters: their gradient is that
-    of the likelihood's part alone.
+    for a fixed mean. The last epoch adds up again, with expectations under q as it then is, which leaves no noise of
+    minibatches. In whitened coordinates the divergence does not know the hyperparameters: their gradient is that of the
+    likelihood's part alone.
 
     Args:
         posterior: which process, likelihood and data; hyperparameters that ``plan`` names change in place.
@@ -97,7 +115,8 @@ def train(
         ValueError: if the checkpoint belongs to another run.
     """
     before = {name: p.detach().clone() for name, p in plan.learnt.items()}
-    run = Run(posterior, plan, posterior.process.feed(bool(plan.learnt)))
+    learning = bool(plan.learnt)
+    run = Run(posterior, plan, Steps(posterior, posterior.process.feed(learning), learning))
     file = None if checkpoint is None else Checkpoint(Path(checkpoint), run.identity())
     try:
         return run.finish(file, progress)
@@ -108,13 +127,18 @@ def train(
         raise
 
 
+def beside(path: str | Path | None, name: str) -> Path | None:
+    """Return the file of another run of the same work."""
+    return None if path is None else Path(path).with_name(f"{Path(path).name}.{name}")
+
+
 @dataclass
 class Run:
-    """A run; all that changes is in its states and in the hyperparameters it learns."""
+    """A run; all that changes is in its states, and in the hyperparameters it learns."""
 
     posterior: "VariationalPosterior"
     plan: Plan
-    feed: Feed
+    steps: Steps
     history: list[dict[str, Any]] = field(default_factory=list)
 
     def identity(self) -> dict[str, str]:
@@ -122,7 +146,7 @@ class Run:
         post = self.posterior
         return {
             "fingerprint": post.lin.fingerprint(),
-            "points": str(self.feed.N),
+            "points": str(post.process.N),
             "mean": post.mean,
             "nugget": repr(post.process.nugget),
             "hyperparameters": _digest([*post.parameters(), *post.buffers()]),
@@ -130,14 +154,15 @@ class Run:
 
     def finish(self, file: Checkpoint | None, progress: bool | None) -> tuple[Natural, list[dict[str, Any]]]:
         """Run to the end, from the start or from what the file holds."""
+        N, epochs = self.steps.feed.N, self.plan.epochs
         state = self._start() if file is None or not file.path.exists() else self._resumed(file)
-        total, seen = self.plan.epochs * self.feed.N, state.epoch * self.feed.N + state.seen
-        with tqdm(total=total, initial=seen, desc="train", unit="points", disable=hidden(progress)) as bar:
-            while state.epoch < self.plan.epochs:
+        done = state.epoch * N + state.seen
+        with tqdm(total=epochs * N, initial=done, desc="train", unit="points", disable=hidden(progress)) as bar:
+            while state.epoch < epochs:
                 for batch in islice(self._batches(state.epoch), state.batch, None):
                     state = self._step(state, batch)
                     bar.update(len(batch.data))
-                    bar.set_postfix_str(f"{self._name(state)} {state.value / state.seen:.5g}", refresh=False)
+                    bar.set_postfix_str(f"{self._name(state.epoch)} {state.value / state.seen:.5g}", refresh=False)
                     if file is not None and state.batch % _EVERY == 0:
                         self._save(state, file)
                 state = self._next_epoch(state)
@@ -146,142 +171,103 @@ class Run:
         return self._q(state), self.history
 
     def _start(self) -> State:
-        M = self.posterior.num_inducing
+        M, device = self.posterior.num_inducing, self.posterior.lin.device
+        q = Natural.prior(M, device)
         moving = {name: p.detach().clone() for name, p in self.plan.learnt.items()}
-        if self._by_gradients:
-            moving["q.raw"] = torch.zeros(M, M, dtype=torch.float64, device=self.posterior.lin.device)
+        if self.plan.averages.alpha > 0:
+            moving["q.raw"] = torch.zeros_like(q.P)
             if self.posterior.free:
-                moving["q.t"] = torch.zeros_like(moving["q.raw"][0])
-        zeros = {name: torch.zeros_like(value) for name, value in moving.items()}
-        return State(Natural.prior(M, self.posterior.lin.device), moving, zeros, dict(zeros))
+                moving["q.t"] = torch.zeros_like(q.h)
+        return State(q, Statistics.nothing(M, device), moving, Adam.at_rest(moving))
 
-    @property
-    def _by_gradients(self) -> bool:
-        return self.plan.averages.alpha > 0
+    def _kind(self, epoch: int) -> str:
+        return self.plan.kind(epoch, self.steps.feed.takes_all(self.plan.batch_size))
 
     def _batches(self, epoch: int) -> Iterator[Batch]:
-        if epoch == 0:
-            return self.feed.in_order()
-        return self.feed.minibatches(self.plan.batch_size, self.plan.seed * 1_000_003 + epoch)
+        if self._kind(epoch) in ("network", "closing"):
+            return self.steps.feed.in_order()
+        return self.steps.feed.minibatches(self.plan.batch_size, self.plan.seed * 1_000_003 + epoch)
 
-    def _name(self, state: State) -> str:
-        return "log p" if state.epoch == 0 else "bound"
+    def _name(self, epoch: int) -> str:
+        return {"network": "log_p", "gradient": "energy"}.get(self._kind(epoch), "bound")
 
-    def _next_epoch(self, state: State) -> State:
-        found = {"epoch": state.epoch, self._name(state).replace(" ", "_"): state.value / state.seen}
-        self.history.append(found | settings(self.posterior))
-        return replace(state, epoch=state.epoch + 1, batch=0, seen=0, value=0.0)
-
-    # Steps
+    def _seed(self, state: State) -> int:
+        """Return the seed of the draws: the same in every step where these see all data, so that they converge."""
+        whole = self.steps.feed.takes_all(self.plan.batch_size)
+        return self.plan.seed if whole else self.plan.seed * 1_000_003 + state.step
 
     def _step(self, state: State, batch: Batch) -> State:
-        step = self._add_up if state.epoch == 0 else self._gradient_step if self._by_gradients else self._natural_step
-        new, value = step(state, batch)
-        n = len(batch.data)
-        return replace(
-            new,
-            batch=state.batch + 1,
-            seen=state.seen + n,
-            step=state.step + (state.epoch > 0),
-            value=state.value + n * value,
-        )
+        kinds = {"network": self._add, "closing": self._add_under_q, "natural": self._natural, "gradient": self._climb}
+        new, value = kinds[self._kind(state.epoch)](state, batch)
+        n, counts = len(batch.data), state.epoch > 0
+        seen, total = state.seen + n, state.value + n * value
+        return replace(new, batch=state.batch + 1, seen=seen, step=state.step + counts, value=total)
 
-    def _add_up(self, state: State, batch: Batch) -> tuple[State, float]:
-        """Add what these points say at the network's own outputs."""
-        q, value = state.q, 0.0
+    def _add(self, state: State, batch: Batch) -> tuple[State, float]:
+        value, said = self.steps.on(batch).at_network()
+        return replace(state, sums=state.sums + said), value
+
+    def _add_under_q(self, state: State, batch: Batch) -> tuple[State, float]:
         with torch.no_grad():
-            kernel, view = self.posterior.process.view(False, self.posterior.free)
-            for piece in self.feed.pieces(batch, kernel):
-                log_prob, found = laplace(self.posterior.likelihood, piece, view)
-                q = Natural(q.P + found.H, q.h + found.b if view.free else q.h)
-                value += log_prob.item() * self.feed.N / len(batch.data)
+            found = self.steps.on(batch).under(state.q, self._logarithm, self._seed(state))
+        return replace(state, sums=state.sums + found.said), found.value.item()
+
+    @property
+    def _logarithm(self) -> Averages:
+        """E[log p], whatever the objective."""
+        return replace(self.plan.averages, alpha=0.0)
+
+    def _natural(self, state: State, batch: Batch) -> tuple[State, float]:
+        learnt = self.plan.learnt if self.plan.averages.alpha == 0 else {}  # an α-energy's are learnt by itself
+        seed = self._seed(state)
+        with torch.set_grad_enabled(bool(learnt)):
+            measure = self.steps.on(batch, bool(learnt))
+            found = measure.under(state.q, self._logarithm, seed)
+        value = found.value.item()
+        if not torch.isfinite(found.value):  # a mean so far out that the likelihood overflows is brought back
+            return replace(state, q=Natural(state.q.P, state.q.h / 2)), value
+        moving = self.posterior.free or bool(learnt)
+        rate = min(_LARGEST, max(1 / measure.scale, (1 + state.step) ** -_DECAY if moving else 0.0))
+        q = measure.natural_step(state.q, found, rate, self._logarithm, seed)
+        if learnt:
+            state = self._adam(state, found.value + log_hyperprior(self.posterior), dict(learnt))
         return replace(state, q=q), value
 
-    def _natural_step(self, state: State, batch: Batch) -> tuple[State, float]:
-        scale = self.feed.N / len(batch.data)
-        with torch.set_grad_enabled(bool(self.plan.learnt)):
-            kernel, view = self.posterior.process.view(bool(self.plan.learnt), self.posterior.free)
-            pieces = list(self.feed.pieces(batch, kernel))
-            value, found = self._value(pieces, view, state.q, state), None
-            bound = scale * value.total - state.q.kl()
-        if self.plan.learnt:
-            state = self._adam(state, bound + log_hyperprior(self.posterior), self.plan.learnt)
-        with torch.no_grad():
-            for E, q in value.parts:
-                said = Statistics.of(q.W.detach(), E.r, E.curvature, q.mean.detach() - q.mu)
-                found = said if found is None else found + said
-            assert found is not None
-            target, rate = found.natural(scale, view.free), self._rate(state.step, 1 / scale)
-            if view.free:  # Newton's steps may be too long where Λ is small
-                errors = sum(E.standard_error**2 for E, _ in value.parts) ** 0.5
-                lowest = bound.item() - _TINY * (1 + abs(bound.item())) - scale * errors
-                new = self._shortened(state, target, rate, lowest, pieces, view)
-            else:
-                new = state.q.toward(target, rate)
-        return replace(state, q=new), bound.item()
-
-    def _rate(self, step: int, share: float) -> float:
-        """Return ρ: what the last epoch said counts, or less than that while mean or hyperparameters move."""
-        moving = self.posterior.free or bool(self.plan.learnt)
-        return min(_FIRST, max(share, (1 + step) ** -_DECAY if moving else 0.0))
-
-    def _shortened(
-        self, state: State, target: Natural, rate: float, lowest: float, pieces: list[Piece], view: View
-    ) -> Natural:
-        """Return a step so short that the bound, as this minibatch estimates it, does not fall below ``lowest``."""
-        view = replace(view, w=view.w.detach(), L=view.L.detach())
-        scale = self.feed.N / sum(len(piece.data) for piece in pieces)
-        for _ in range(_HALVINGS):
-            new = state.q.toward(target, rate)
-            if scale * self._value(pieces, view, new, state).total - new.kl() >= lowest:
-                break
-            rate = rate / 2
-        return new
-
-    def _gradient_step(self, state: State, batch: Batch) -> tuple[State, float]:
-        scale = self.feed.N / len(batch.data)
-        leaves = {name: v.detach().requires_grad_() for name, v in state.moving.items() if name.startswith("q.")}
+    def _climb(self, state: State, batch: Batch) -> tuple[State, float]:
+        coordinates = {k: v.detach().requires_grad_() for k, v in state.moving.items() if k.startswith("q.")}
         with torch.enable_grad():
-            kernel, view = self.posterior.process.view(bool(self.plan.learnt), self.posterior.free)
-            q = _moved(state.q, leaves)
-            pieces = list(self.feed.pieces(batch, kernel))
-            energy = scale * self._value(pieces, view, q, state).total - q.kl()
-            objective = energy + log_hyperprior(self.posterior) if self.plan.learnt else energy
-        return self._adam(state, objective, leaves | self.plan.learnt), energy.item()
+            measure = self.steps.on(batch, bool(self.plan.learnt))
+            found = measure.under(_moved(state.q, coordinates), self.plan.averages, self._seed(state))
+            objective = found.value + (log_hyperprior(self.posterior) if self.plan.learnt else 0.0)
+        return self._adam(state, objective, coordinates | self.plan.learnt), found.value.item()
 
-    def _value(self, pieces: list[Piece], view: View, q: WhitenedGaussian, state: State) -> "Value":
-        """Return the likelihood's part on a minibatch."""
-        # All data at once: the same draws in every step, so that steps converge.
-        whole = self.feed.takes_all(self.plan.batch_size)
-        seed = self.plan.seed if whole else self.plan.seed * 1_000_003 + state.step
-        parts, total = [], torch.zeros((), dtype=torch.float64, device=self.posterior.lin.device)
-        for i, piece in enumerate(pieces):
-            marginals = view.marginals(piece.rows, q)
-            E = self.plan.averages(self.posterior.likelihood, piece, marginals, seed + 7919 * i)
-            parts.append((E, marginals))
-            total = total + surrogate(E, marginals)
-        return Value(total, parts)
-
-    def _adam(self, state: State, objective: Tensor, leaves: dict[str, Any]) -> State:
-        """Move what is learnt by Adam's step up the objective."""
-        gradients = torch.autograd.grad(objective, list(leaves.values()), allow_unused=True)
-        left = 1 - ((state.epoch - 1) + state.seen / self.feed.N) / max(1, self.plan.epochs - 1)
-        rate, t = self.plan.rate * max(0.0, left), state.step + 1
-        moving, first, second = dict(state.moving), dict(state.first), dict(state.second)
+    def _adam(self, state: State, objective: Tensor, leaves: dict[str, Tensor]) -> State:
+        """Move ``leaves`` up the objective, hyperparameters in place."""
+        found = torch.autograd.grad(objective, list(leaves.values()), materialize_grads=True)
+        gradients = {k: g.tril() if k == "q.raw" else g for k, g in zip(leaves, found, strict=True)}
+        epochs = self.plan.epochs - self.plan.adam_from
+        past = (state.epoch - self.plan.adam_from + state.seen / self.steps.feed.N) / max(1, epochs)
+        steps, adam = state.adam.step(gradients, self.plan.rate * max(0.0, 1 - past))
+        moving = state.moving | {k: leaves[k].detach() + step for k, step in steps.items()}
         with torch.no_grad():
-            for (name, leaf), g in zip(leaves.items(), gradients, strict=True):
-                g = torch.zeros_like(leaf) if g is None else g
-                g = g.tril() if name == "q.raw" else g
-                first[name] = torch.lerp(g, first[name], _MOMENTS[0])
-                second[name] = torch.lerp(g.square(), second[name], _MOMENTS[1])
-                up, size = first[name] / (1 - _MOMENTS[0] ** t), (second[name] / (1 - _MOMENTS[1] ** t)).sqrt()
-                moving[name] = leaf.detach() + rate * up / (size + _TINY)
-                if name in self.plan.learnt:
-                    self.plan.learnt[name].copy_(moving[name])
-        return replace(state, moving=moving, first=first, second=second)
+            for name, parameter in self.plan.learnt.items():
+                parameter.copy_(moving[name])
+        return replace(state, moving=moving, adam=adam)
+
+    def _next_epoch(self, state: State) -> State:
+        found = {"epoch": state.epoch, self._name(state.epoch): state.value / state.seen}
+        self.history.append(found | settings(self.posterior))
+        kind, q = self._kind(state.epoch), state.q
+        state = replace(state, epoch=state.epoch + 1, batch=0, seen=0, value=0.0)
+        if kind not in ("network", "closing"):
+            return state
+        q, nothing = state.sums.natural(1.0, self.posterior.free), Statistics.nothing(len(q.h), q.h.device)
+        if kind == "network":
+            q = self.steps.on(next(self._batches(1))).best_start(q, self._logarithm, self._seed(state))
+        return replace(state, q=q, sums=nothing)
 
     def _q(self, state: State) -> Natural:
-        if not self._by_gradients:
+        if self._kind(self.plan.epochs - 1) != "gradient":
             return state.q
         with torch.no_grad():
             return _moved(state.q, state.moving).natural()
@@ -289,42 +275,30 @@ class Run:
     # States on disk
 
     def _save(self, state: State, file: Checkpoint) -> None:
-        tensors = {"P": state.q.P, "h": state.q.h}
-        for kind in ("moving", "first", "second"):
-            tensors |= {f"{kind}.{name}": value.detach() for name, value in getattr(state, kind).items()}
+        tensors = {"P": state.q.P, "h": state.q.h, "H": state.sums.H, "b": state.sums.b}
+        kinds = {"moving": state.moving, "first": state.adam.first, "second": state.adam.second}
+        tensors |= {f"{kind}.{name}": t for kind, found in kinds.items() for name, t in found.items()}
         told = {name: str(getattr(state, name)) for name in ("epoch", "batch", "seen", "step")}
-        file.save(tensors, told | {"value": repr(state.value), "history": json.dumps(self.history)})
+        told |= {"moves": str(state.adam.moves), "value": repr(state.value), "history": json.dumps(self.history)}
+        file.save(tensors, told)
 
     def _resumed(self, file: Checkpoint) -> State:
         tensors, told = file.load()
-        device = self.posterior.lin.device
-        tensors = {name: t.to(device) for name, t in tensors.items()}
+        tensors = {name: t.to(self.posterior.lin.device) for name, t in tensors.items()}
         moving, first, second = (_under(f"{kind}.", tensors) for kind in ("moving", "first", "second"))
         with torch.no_grad():
             for name, parameter in self.plan.learnt.items():
                 parameter.copy_(moving[name])
         self.history = json.loads(told["history"])
         epoch, batch, seen, step = (int(told[name]) for name in ("epoch", "batch", "seen", "step"))
-        q = Natural(tensors["P"], tensors["h"])
-        return State(q, moving, first, second, epoch, batch, seen, step, float(told["value"]))
-
-
-@dataclass(frozen=True)
-class Value:
-    """The likelihood's part of an objective on a minibatch, and what it was made of, piece by piece."""
-
-    total: Tensor  # ()
-    parts: list[tuple[Expectation, Marginals]]
+        q, sums = Natural(tensors["P"], tensors["h"]), Statistics(tensors["H"], tensors["b"])
+        adam = Adam(first, second, int(told["moves"]))
+        return State(q, sums, moving, adam, epoch, batch, seen, step, float(told["value"]))
 
 
 def _moved(q: Natural, coordinates: dict[str, Tensor]) -> Factored:
     near = Factored.near(q)
     return near.at(coordinates.get("q.t", near.t), coordinates["q.raw"])
-
-
-def beside(path: str | Path | None, name: str) -> Path | None:
-    """Return the file of another run of the same work."""
-    return None if path is None else Path(path).with_name(f"{Path(path).name}.{name}")
 
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -52,6 +52,11 @@ class Natural:
         """S."""
         return torch.cholesky_inverse(self.root)
 
+    @cached_property
+    def inverse_root(self) -> Tensor:  # (M, M)
+        """A with A Aᵀ = S, upper triangular."""
+        return solve_triangular(self.root.mT, torch.eye(len(self.h)).to(self.h), upper=True)
+
     def spread(self, W: Tensor) -> Tensor:  # (r, M) -> (r, M)
         """Return V with V Vᵀ = W S Wᵀ."""
         return solve_triangular(self.root, W.mT, upper=False).mT
@@ -90,8 +95,7 @@ class Factored:
     @classmethod
     def near(cls, q: Natural) -> "Factored":
         """Return q itself, t = 0 and T = I."""
-        A = solve_triangular(q.root.mT, torch.eye(len(q.h)).to(q.h), upper=True)
-        return cls(q.mean, A, torch.zeros_like(q.h), torch.zeros_like(A))
+        return cls(q.mean, q.inverse_root, torch.zeros_like(q.h), torch.zeros_like(q.P))
 
     def at(self, t: Tensor, raw: Tensor) -> "Factored":
         """Return the Gaussian with other coordinates."""
