@@ -87,10 +87,9 @@ def nodes_and_weights(
     # Symmetric: eigenvectors change sign and order from one call to the next, and the draws would change with them.
     root = (vectors * values.clamp(min=0).sqrt().unsqueeze(-2)) @ vectors.mT
     generator = torch.Generator(blocks.device).manual_seed(seed)
-    half = torch.randn(
-        (num_samples + 1) // 2, *sites.shape[:-1], generator=generator, dtype=blocks.dtype, device=blocks.device
-    )
-    draws = torch.cat([half, -half])  # antithetic
+    shape = (num_samples + 1) // 2, *sites.shape[:-1]
+    half = torch.randn(shape, generator=generator, dtype=torch.float64, device=blocks.device)  # the same in any dtype
+    draws = torch.cat([half, -half]).to(blocks.dtype)  # antithetic
     return (
         draws,
         draws.new_full((len(draws),), 1 / len(draws)),

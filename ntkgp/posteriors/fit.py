@@ -110,10 +110,10 @@ def fit(
         if method == "auto"
         else Choice(method, f"method={method!r} was asked for", subset)
     )
-    if choice.method == "variational":
-        options = {"progress": progress} | options
     posterior = _build(model, prior, likelihood, choice, structure, subnetwork, options)
     posterior.reason = choice.reason
+    if isinstance(posterior, VariationalPosterior):
+        posterior.progress = progress
     if tune is True or (tune == "auto" and named):
         posterior.tune(progress=progress)
     posterior._prepare()

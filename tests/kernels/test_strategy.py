@@ -200,5 +200,5 @@ def test_what_does_not_fit_is_named(float64):
     with pytest.raises(ValueError, match="must be over the 12 values of 4 inducing points, but is over 4"):
         model(x)
     model = Model(lin, prior, x[:1].expand(4, -1), jitter_val=0.0)
-    with pytest.raises(torch.linalg.LinAlgError, match="is not positive definite with jitter_val=0.0e"):
+    with pytest.raises(torch.linalg.LinAlgError, match="is not positive definite with jitter_val"):
         model(x)
