@@ -181,27 +181,29 @@ class VariationalPosterior(Posterior):
         if value is not None:
             raise ValueError("the mean of a sparse process follows from its inducing values: it cannot be set")
 
-    def _now(self) -> tuple[InducingKernel, View]:
+    def _now(self) -> tuple[Natural, InducingKernel, View]:
+        """Return q, which training may move the inducing points for, then their kernel and L."""
+
         def make() -> tuple[InducingKernel, View]:
             with torch.no_grad():
                 return self.process.view(False, self.free)
 
-        return self._current("view", make)
+        return self._q(), *self._current("view", make)
 
-    def _whitened(self, F: Features) -> Tensor:  # W, (n C, M)
-        kernel, view = self._now()
+    def _whitened(self, F: Features) -> tuple[Tensor, Tensor]:  # twice (n C, M)
+        """Return W and V with V Vᵀ = W S Wᵀ."""
+        q, kernel, view = self._now()
         K = torch.einsum("a,nacm->ncm", view.w, kernel.cross(F)).flatten(0, 1).double()
-        return solve_triangular(view.L, K.mT, upper=False).mT
+        W = solve_triangular(view.L, K.mT, upper=False).mT
+        return W, q.spread(W)
 
     def _blocks(self, F: Features) -> Tensor:  # (n, C, C)
-        W = self._whitened(F)
-        V, W = (t.view(F.num_examples, F.num_outputs, -1) for t in (self._q().spread(W), W))
+        W, V = (t.view(F.num_examples, F.num_outputs, -1) for t in self._whitened(F))
         own = point_blocks(F, None, self.prior.covariances()).double()
         return (own - W @ W.mT + V @ V.mT).to(F.like.dtype)
 
     def _joint(self, F: Features) -> Tensor:  # (n C, n C)
-        W = self._whitened(F)
-        V = self._q().spread(W)
+        W, V = self._whitened(F)
         return (gram(F, None, self.prior.covariances()).double() - W @ W.mT + V @ V.mT).to(F.like.dtype)
 
     @property
@@ -209,12 +211,12 @@ class VariationalPosterior(Posterior):
         return 4 * 8 * self.lin.num_outputs * self.num_inducing
 
     def _pushed(self, v: Tensor) -> Tensor:  # L⁻¹ J_Z v, (S, P) -> (S, M)
-        kernel, view = self._now()
+        _, kernel, view = self._now()
         u = kernel.Z.jvp(split(self.lin, v)).flatten(1).double()
         return solve_triangular(view.L, u.mT, upper=False).mT
 
     def _pulled(self, v: Tensor) -> Tensor:  # G v, (S, M) -> (S, P)
-        kernel, view = self._now()
+        _, kernel, view = self._now()
         u = solve_triangular(view.L.mT, v.mT, upper=True).mT.to(self.lin.dtype)
         u = u.unflatten(1, (kernel.Z.num_examples, kernel.Z.num_outputs))
         return self.prior.covariance_times(join(self.lin, kernel.Z.vjp(u)))
@@ -226,8 +228,7 @@ class VariationalPosterior(Posterior):
 
     def _centred_weights(self, n: int, generator: torch.Generator | None) -> Tensor:  # (n, P)
         r"""Draw by Matheron's rule: θ₀ + G(v − v₀), θ₀ ~ N(0, S₀), v₀ = L⁻¹(J_Z θ₀ + √ε ξ), v ~ N(0, S)."""
-        q, like = self._q(), self.lin.theta
-        _, view = self._now()
+        (q, _, view), like = self._now(), self.lin.theta
         z = torch.randn(n, len(like), generator=generator, dtype=like.dtype, device=like.device)
         noise = torch.randn(2, n, self.num_inducing, generator=generator, dtype=torch.float64, device=like.device)
         theta = self.prior.spread(z)
@@ -302,7 +303,7 @@ class VariationalPosterior(Posterior):
         if not hasattr(self.prior, "precision"):
             raise ValueError(f"{type(self.prior).__name__} has no precisions to count parameters by")
         with torch.no_grad():
-            q, (kernel, view) = self._q(), self._now()
+            q, kernel, view = self._now()
             eye = torch.eye(len(q.h)).to(q.h)
             less = eye - q.covariance
             if kernel.by_atom:

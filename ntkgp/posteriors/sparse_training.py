@@ -100,8 +100,8 @@ def train(
     .. math:: P \leftarrow (1-\rho) P + \rho \big(I + \tfrac{N}{n} \sum W^\top E[\Lambda] W\big), \qquad
        h \leftarrow (1-\rho) h + \rho \tfrac{N}{n} \sum W^\top (E[r] + E[\Lambda] W m)
 
-    with ρ = n/N, so that the last epoch counts, or larger at first where the mean or hyperparameters move; h stays 0
-    for a fixed mean. The last epoch adds up again, with expectations under q as it then is, which leaves no noise of
+    with ρ = n/N, so that the last epoch counts, or where mean or hyperparameters move, falling from ½; h stays 0 for a
+    fixed mean. The last epoch adds up again, with expectations under q as it then is, which leaves no noise of
     minibatches. In whitened coordinates the divergence does not know the hyperparameters: their gradient is that of the
     likelihood's part alone.
 
@@ -223,14 +223,15 @@ class Run:
         with torch.set_grad_enabled(bool(learnt)):
             measure = self.steps.on(batch, bool(learnt))
             found = measure.under(state.q, self._logarithm, seed)
+            objective = found.value + log_hyperprior(self.posterior)
         value = found.value.item()
         if not torch.isfinite(found.value):  # a mean so far out that the likelihood overflows is brought back
             return replace(state, q=Natural(state.q.P, state.q.h / 2)), value
-        moving = self.posterior.free or bool(learnt)
-        rate = min(_LARGEST, max(1 / measure.scale, (1 + state.step) ** -_DECAY if moving else 0.0))
+        falls = (self.posterior.free or learnt) and measure.scale > 1
+        rate = min(_LARGEST, (1 + state.step) ** -_DECAY if falls else 1 / measure.scale)
         q = measure.natural_step(state.q, found, rate, self._logarithm, seed)
         if learnt:
-            state = self._adam(state, found.value + log_hyperprior(self.posterior), dict(learnt))
+            state = self._adam(state, objective, dict(learnt))
         return replace(state, q=q), value
 
     def _climb(self, state: State, batch: Batch) -> tuple[State, float]:
