@@ -17,6 +17,7 @@ __all__ = ["CHOICES", "Inducing", "choose"]
 
 CHOICES = ("kmeans", "greedy", "random")
 _CANDIDATES, _FEWEST = 4, 1000  # training points to choose among, for each value, and at least
+_TOGETHER = 256 << 20  # bytes of features that clusters are made from at a time
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,9 @@ def choose(how: str, model: LinearModel, prior: Prior, num_inducing: int, seed: 
     if num_inducing < 1:
         raise ValueError(f"num_inducing must be at least 1, but is {num_inducing}")
     looked_at = num_inducing if how == "random" else max(_FEWEST, _CANDIDATES * num_inducing)
+    if how == "greedy":  # whose features are held
+        fitting = model.memory_budget // (2 * model._bytes_each)
+        looked_at = max(min(looked_at, fitting), -(-num_inducing // model.lin.num_outputs))
     with torch.no_grad():
         data, N = draw(model.source, model.lin, model.likelihood, looked_at, seed)
         C = model.lin.num_outputs
@@ -103,7 +107,8 @@ def choose(how: str, model: LinearModel, prior: Prior, num_inducing: int, seed: 
         if how == "greedy":
             return _greedy(model.lin, prior, data, num_inducing), N
         if how == "kmeans" and num_inducing < len(data):
-            data = KMeans(num_inducing, seed)(model.with_source(Data(data.x, data.y)), prior)
+            few = LinearModel(model.lin, Data(data.x, data.y), model.likelihood, min(_TOGETHER, model.memory_budget))
+            data = KMeans(num_inducing, seed)(few, prior)
         return _spread_over_outputs(data, num_inducing, C), N
 
 
