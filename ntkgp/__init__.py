@@ -2,13 +2,14 @@
 
 from ntkgp import inverse, likelihoods, posteriors, priors, report
 from ntkgp.inverse import reconstruct
-from ntkgp.kernels import LinearizedMean, NTKKernel
+from ntkgp.kernels import LinearizedMean, MultiOutputVariationalStrategy, NTKKernel
 from ntkgp.linearization import Linearization
 from ntkgp.posteriors import Posterior, Prediction, fit, load
 
 __all__ = [
     "Linearization",
     "LinearizedMean",
+    "MultiOutputVariationalStrategy",
     "NTKKernel",
     "Posterior",
     "Prediction",

@@ -7,6 +7,7 @@ from ntkgp.likelihoods.expectations import Expectation, expected
 from ntkgp.likelihoods.factorized import FactorizedLikelihood, ScalarLikelihood
 from ntkgp.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
 from ntkgp.likelihoods.labels import Bernoulli, Categorical
+from ntkgp.likelihoods.tilted import tilted
 
 __all__ = [
     "LIKELIHOODS",
@@ -23,6 +24,7 @@ __all__ = [
     "ScalarLikelihood",
     "SiteBlocks",
     "expected",
+    "tilted",
 ]
 
 LIKELIHOODS = {

@@ -10,10 +10,10 @@ from torch import Tensor
 from ntkgp.likelihoods.base import Likelihood
 from ntkgp.likelihoods.blocks import SiteBlocks, from_sites
 
-__all__ = ["Expectation", "expected"]
+__all__ = ["TOGETHER", "Expectation", "expected", "nodes_and_weights"]
 
 _QUADRATURE = 32  # nodes on a line
-_TOGETHER = 1 << 24  # numbers in the curvatures of the nodes that are evaluated together
+TOGETHER = 1 << 24  # numbers in the curvatures of the nodes that are evaluated together
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ def expected(
         seed: of the draws.
     """
     mean, blocks = mean.detach(), blocks.detach()
-    nodes, node_weights, moved = _nodes(likelihood, blocks, num_samples, seed)
+    nodes, node_weights, moved = nodes_and_weights(likelihood, blocks, num_samples, seed)
     w = None if weights is None else (weights if weights.ndim == 2 else weights.unsqueeze(-1))
     log_probs, r, curvature = [], torch.zeros_like(mean), torch.zeros(())
-    step = max(1, _TOGETHER // blocks.numel())
+    step = max(1, TOGETHER // blocks.numel())
     for some, v in zip(nodes.split(step), node_weights.split(step), strict=True):
         f = mean + moved(some)  # (S, N, C)
         log_prob = likelihood.site_log_prob(y, f)
@@ -73,7 +73,7 @@ def expected(
     return Expectation(node_weights @ totals, error, r, SiteBlocks(curvature))
 
 
-def _nodes(
+def nodes_and_weights(
     likelihood: Likelihood, blocks: Tensor, num_samples: int, seed: int
 ) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:  # blocks: (N, C, C)
     """Return how to average over Gaussians with these covariances: nodes, weights, and nodes -> f − mean, (S, N, C)."""
@@ -87,10 +87,9 @@ def _nodes(
     # Symmetric: eigenvectors change sign and order from one call to the next, and the draws would change with them.
     root = (vectors * values.clamp(min=0).sqrt().unsqueeze(-2)) @ vectors.mT
     generator = torch.Generator(blocks.device).manual_seed(seed)
-    half = torch.randn(
-        (num_samples + 1) // 2, *sites.shape[:-1], generator=generator, dtype=blocks.dtype, device=blocks.device
-    )
-    draws = torch.cat([half, -half])  # antithetic
+    shape = (num_samples + 1) // 2, *sites.shape[:-1]
+    half = torch.randn(shape, generator=generator, dtype=torch.float64, device=blocks.device)  # the same in any dtype
+    draws = torch.cat([half, -half]).to(blocks.dtype)  # antithetic
     return (
         draws,
         draws.new_full((len(draws),), 1 / len(draws)),

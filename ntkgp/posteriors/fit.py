@@ -20,6 +20,7 @@ from ntkgp.posteriors.kronecker import KroneckerPosterior
 from ntkgp.posteriors.low_rank import LowRankPosterior
 from ntkgp.posteriors.model import LinearModel
 from ntkgp.posteriors.sampled import SampledPosterior
+from ntkgp.posteriors.sparse import VariationalPosterior
 from ntkgp.posteriors.subnetworks import LargestVariance, Subnetwork
 from ntkgp.posteriors.subsets import Random, Selector
 from ntkgp.priors import Diagonal, GPrior, Grouped, Isotropic, Prior
@@ -33,7 +34,7 @@ STRUCTURES: dict[str, type[Posterior]] = {
     "low_rank": LowRankPosterior,
     "sampled": SampledPosterior,
 }
-METHODS = ("auto", "function", *STRUCTURES, "last_layer", "subnetwork")
+METHODS = ("auto", "function", "variational", *STRUCTURES, "last_layer", "subnetwork")
 PRIORS = {
     "isotropic": Isotropic,
     "layerwise": lambda lin: Grouped(lin, by="layer"),
@@ -63,9 +64,10 @@ def fit(
 
     Args:
         net: the network, or its linearisation.
-        data: (X, y), a Dataset or a DataLoader; a loader is streamed by the weight-space methods.
+        data: (X, y), a Dataset or a DataLoader; a loader is streamed by "variational" and the weight-space methods.
         likelihood: "gaussian", "heteroscedastic", "bernoulli", "categorical", "poisson", or an object.
-        method: "function" for the Gaussian process; "full", "kron", "diag", "low_rank" over the weights; "last_layer"
+        method: "function" for the Gaussian process; "variational" for a sparse one, through ``num_inducing`` of its
+            values, see :class:`VariationalPosterior`; "full", "kron", "diag", "low_rank" over the weights; "last_layer"
             and "subnetwork" over some of them; "auto" for the cheapest exact one that fits the memory, and a subset of
             the data where none does: ``posterior.reason`` says which and why.
         prior: "isotropic", "layerwise", "normalized", "diagonal", "g_prior" (in the units of the data: one more pass
@@ -78,7 +80,8 @@ def fit(
         outputs: which outputs, or combinations of outputs, to model, for networks with very many.
         memory_budget: bytes that features and matrices may take.
         progress: whether to show bars; by default in a terminal.
-        options: of the posterior's structure: ``damped`` for "kron", ``rank`` for "low_rank".
+        options: of the posterior's structure: ``damped`` for "kron", ``rank`` for "low_rank"; ``num_inducing``,
+            ``inducing``, ``mean``, ``objective``, ``epochs``, ``seed`` ... for "variational".
 
     Raises:
         TypeError: if an argument is of the wrong kind.
@@ -109,6 +112,8 @@ def fit(
     )
     posterior = _build(model, prior, likelihood, choice, structure, subnetwork, options)
     posterior.reason = choice.reason
+    if isinstance(posterior, VariationalPosterior):
+        posterior.progress = progress
     if tune is True or (tune == "auto" and named):
         posterior.tune(progress=progress)
     posterior._prepare()
@@ -168,6 +173,8 @@ def _build(
             points = Random(choice.subset) if isinstance(choice.subset, int) else choice.subset
             model = model.with_source(points(model, prior))
         return _made(FunctionSpacePosterior, model, prior, likelihood, options)
+    if choice.method == "variational":
+        return _made(VariationalPosterior, model, prior, likelihood, options)
     if choice.method == "subnetwork" and not isinstance(subnetwork, list | tuple):
         if subnetwork is None:
             raise ValueError("subnetwork must say how many or which weights are random, but is None")
