@@ -80,7 +80,9 @@ def test_the_bound_never_exceeds_the_evidence(M, seed, noise, how, objective):
         _, _, K, _ = dense_prior(p, p.make_prior(), Inducing(p.x), p.x, 1e-12)
         y, f = p.y.flatten(), p.lin(p.x).flatten().detach()
         fixed_mean = torch.distributions.MultivariateNormal(f, K + noise * torch.eye(24)).log_prob(y)
-        assert p.fit("variational", mean="network", **options).log_evidence() <= fixed_mean + 1e-8
+        fixed = p.fit("variational", mean="network", **options)
+        assert fixed.log_evidence() <= fixed_mean + 1e-8
+        assert fixed.log_evidence("map") <= exact.log_evidence() + 1e-8
     finally:
         torch.set_default_dtype(default)
 
@@ -330,8 +332,10 @@ def test_options_that_cannot_be_are_named(options, message, float64):
 
 def test_what_a_sparse_process_has_not_is_named(float64):
     post = Problem().fit("variational", num_inducing=4, epochs=1)
-    with pytest.raises(ValueError, match='at must be "bound" for method="variational", but is \'map\''):
-        post.log_evidence("map")
+    with pytest.raises(ValueError, match='at must be "bound" or "map" for a sparse process, but is \'linear_mode\''):
+        post.log_evidence("linear_mode")
+    with pytest.raises(ValueError, match="at must be \"bound\" for a sparse process, but is 'map'"):
+        post.refine().log_evidence("map")
     with pytest.raises(ValueError, match="only Gaussian noise collapses, but the likelihood is Categorical"):
         post.collapsed_bound()
     with pytest.raises(ValueError, match="method must be \"variational\" for a sparse process, but is 'laplace'"):
