@@ -262,19 +262,28 @@ class VariationalPosterior(Posterior):
                 total, variance = total + surrogate(E, marginals), variance + E.standard_error**2
         return Estimate(total.to(self.lin.dtype), total.new_tensor(variance**0.5))
 
+    def distance_to_prior(self) -> Tensor:  # ()
+        """Return ½ ‖θ* − m₀‖²_{S₀⁻¹}: what the network's own weights add to the divergence from the prior."""
+        return self._quadratic(torch.zeros_like(self.lin.theta))
+
     def _learning(self) -> bool:
         return torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
 
     def log_evidence(self, at: str = "bound", curvature_at: str = "map") -> Tensor:  # ()
-        """Return the lower bound of the log evidence, see :meth:`bound`: of the process with this posterior's mean.
+        r"""Return a lower bound of the log evidence, see :meth:`bound`.
 
         Args:
-            at: "bound", and nothing else: there is no expansion about a mode here.
+            at: "bound" for that of the process with this posterior's mean; "map", where the mean is the network's, for
+                that of the linear model, from the same q: less by ½ ‖θ* − m₀‖²_{S₀⁻¹}, the share of θ* in the
+                divergence of the weights from their prior.
             curvature_at: has no meaning here.
         """
-        if at != "bound":
-            raise ValueError(f'at must be "bound" for method="variational", but is {at!r}')
-        return self.bound().value
+        if at == "bound":
+            return self.bound().value
+        if at == "map" and not self.free:
+            return self.bound().value - self.distance_to_prior()
+        known = '"bound"' if self.free else '"bound" or "map"'
+        raise ValueError(f"at must be {known} for a sparse process, but is {at!r}")
 
     def collapsed_bound(self) -> Tensor:  # ()
         """Return the bound at the best q for Gaussian noise, differentiable in all hyperparameters.
@@ -320,12 +329,12 @@ class VariationalPosterior(Posterior):
 
     # Tuning and refinement
 
-    def tune(self, at: str = "linear_mode", validation: Any = None, **options: Any) -> Self:
-        """Maximise the bound over the hyperparameters, or a score on validation data; see :func:`tune_sparse`."""
+    def tune(self, at: str | None = None, validation: Any = None, **options: Any) -> Self:
+        """Maximise a bound over the hyperparameters, or a score on validation data; see :func:`tune_sparse`."""
         from ntkgp.posteriors.sparse_tuning import tune_sparse
 
         if validation is not None:
-            return super().tune(at, validation, **options)
+            return super().tune("linear_mode", validation, **options)
         tune_sparse(self, at, **options)
         return self
 

@@ -27,8 +27,8 @@ class Measured:
     """An objective as some points estimate it, and what they say of v."""
 
     value: Tensor  # (), with its graph
-    said: Statistics
     error: float  # the standard error of the value's draws
+    said: Statistics | None  # None if it was not asked for
 
 
 @dataclass
@@ -82,20 +82,20 @@ class Measure:
         assert said is not None
         return value, said
 
-    def under(self, q: WhitenedGaussian, averages: Averages, seed: int) -> Measured:
-        """Return the objective, scaled to all points, and what these points say, averaged over q(f)."""
+    def under(self, q: WhitenedGaussian, averages: Averages, seed: int, listening: bool = True) -> Measured:
+        """Return the objective, scaled to all points, and if ``listening`` what they say, averaged over q(f)."""
         likelihood = self.steps.posterior.likelihood
         total, said, variance = torch.zeros_like(self.view.epsilon.detach()), None, 0.0
         for i, piece in enumerate(self.pieces()):
             marginals = self.view.marginals(piece.rows, q)
             E = averages(likelihood, piece, marginals, seed + _APART * i)
             total, variance = total + surrogate(E, marginals), variance + E.standard_error**2
-            with torch.no_grad():
-                distance = marginals.mean.detach() - marginals.mu
-                more = Statistics.of(marginals.W.detach(), E.r, E.curvature, distance)
-                said = more if said is None else said + more
-        assert said is not None
-        return Measured(self.scale * total - q.kl(), said, self.scale * variance**0.5)
+            if listening:
+                with torch.no_grad():
+                    distance = marginals.mean.detach() - marginals.mu
+                    more = Statistics.of(marginals.W.detach(), E.r, E.curvature, distance)
+                    said = more if said is None else said + more
+        return Measured(self.scale * total - q.kl(), self.scale * variance**0.5, said)
 
     def natural_step(self, q: Natural, found: Measured, rate: float, averages: Averages, seed: int) -> Natural:
         """Return (1 − ρ) q + ρ (I + N/n Σ Wᵀ E[Λ] W, N/n Σ Wᵀ(E[r] + E[Λ] W m)) in natural parameters.
@@ -103,6 +103,7 @@ class Measure:
         A free mean takes Newton's steps, which may be too long where Λ is small: they are halved until the bound, as
         this minibatch estimates it by the same draws, does not fall by more than the error of these.
         """
+        assert found.said is not None
         with torch.no_grad():
             target = found.said.natural(self.scale, self.view.free)
             new = q.toward(target, rate)
@@ -111,7 +112,7 @@ class Measure:
             lowest = found.value.item() - _TINY * (1 + abs(found.value.item())) - found.error
             fixed = replace(self, view=self.view.detach())
             for _ in range(_HALVINGS):
-                if fixed.under(new, averages, seed).value >= lowest:
+                if fixed.under(new, averages, seed, listening=False).value >= lowest:
                     break
                 rate = rate / 2
                 new = q.toward(target, rate)
@@ -127,7 +128,7 @@ class Measure:
             return q
         with torch.no_grad():
             starts = [Natural(q.P, part * q.h) for part in _STARTS]
-            found = torch.stack([self.under(start, averages, seed).value for start in starts])
+            found = torch.stack([self.under(start, averages, seed, False).value for start in starts])
         return starts[int(found.nan_to_num(-torch.inf, posinf=-torch.inf).argmax())]
 
 

@@ -40,6 +40,7 @@ class Plan:
         seed: of order and draws.
         rate: of Adam's first steps, falling linearly to zero.
         learnt: hyperparameters, and inducing points, to be learnt with q.
+        anchored: whether ½ ‖θ* − m₀‖²_{S₀⁻¹} counts for them, the share of θ* in the divergence of the weights.
     """
 
     averages: Averages
@@ -48,10 +49,13 @@ class Plan:
     seed: int
     rate: float
     learnt: dict[str, nn.Parameter] = field(default_factory=dict)
+    anchored: bool = False
 
     def identity(self) -> dict[str, str]:
         """Return what tells this plan from others."""
-        told = {name: str(getattr(self, name)) for name in ("averages", "epochs", "batch_size", "seed", "rate")}
+        told = {
+            name: str(getattr(self, name)) for name in ("averages", "epochs", "batch_size", "seed", "rate", "anchored")
+        }
         return told | {"learnt": ", ".join(self.learnt)}
 
     @property
@@ -210,6 +214,7 @@ class Run:
     def _add_under_q(self, state: State, batch: Batch) -> tuple[State, float]:
         with torch.no_grad():
             found = self.steps.on(batch).under(state.q, self._logarithm, self._seed(state))
+        assert found.said is not None
         return replace(state, sums=state.sums + found.said), found.value.item()
 
     @property
@@ -223,7 +228,7 @@ class Run:
         with torch.set_grad_enabled(bool(learnt)):
             measure = self.steps.on(batch, bool(learnt))
             found = measure.under(state.q, self._logarithm, seed)
-            objective = found.value + log_hyperprior(self.posterior)
+            objective = found.value + self._hyperprior()
         value = found.value.item()
         if not torch.isfinite(found.value):  # a mean so far out that the likelihood overflows is brought back
             return replace(state, q=Natural(state.q.P, state.q.h / 2)), value
@@ -238,9 +243,14 @@ class Run:
         coordinates = {k: v.detach().requires_grad_() for k, v in state.moving.items() if k.startswith("q.")}
         with torch.enable_grad():
             measure = self.steps.on(batch, bool(self.plan.learnt))
-            found = measure.under(_moved(state.q, coordinates), self.plan.averages, self._seed(state))
-            objective = found.value + (log_hyperprior(self.posterior) if self.plan.learnt else 0.0)
+            found = measure.under(_moved(state.q, coordinates), self.plan.averages, self._seed(state), False)
+            objective = found.value + self._hyperprior()
         return self._adam(state, objective, coordinates | self.plan.learnt), found.value.item()
+
+    def _hyperprior(self) -> Tensor | float:
+        """Return what else the objective has of the hyperparameters."""
+        anchor = self.posterior.distance_to_prior() if self.plan.anchored else 0.0
+        return log_hyperprior(self.posterior) - anchor if self.plan.learnt else 0.0
 
     def _adam(self, state: State, objective: Tensor, leaves: dict[str, Tensor]) -> State:
         """Move ``leaves`` up the objective, hyperparameters in place."""

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ntkgp.evidence import maximise
 from ntkgp.likelihoods import Gaussian
@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 
 __all__ = ["tune_sparse"]
 
-_STEPS = 500  # of Adam, at least
+PLACES = ("map", "linear_mode", "network")
+_STEPS = 200  # of Adam, at least
 
 
 def tune_sparse(
     posterior: "VariationalPosterior",
-    at: str = "linear_mode",
+    at: str | None = None,
     method: str | None = None,
     epochs: int | None = None,
     steps: int = 50,
@@ -30,19 +31,22 @@ def tune_sparse(
     checkpoint: str | Path | None = None,
     progress: bool | None = None,
 ) -> None:
-    """Maximise the bound over all hyperparameters that require gradients, and inducing points that learn; then train q.
+    r"""Maximise a bound over all hyperparameters that require gradients, and inducing points that learn; then train q.
 
-    A bound with its mean fixed to the network is no judge of priors: no variance at all would suit it best, as
-    E_q[log p] is never above log p at the mean. So hyperparameters are learnt for the linear model, whose mean is free,
-    through the same inducing values, and q for the network's mean is trained under them: as for other posteriors,
-    tuning judges priors for the linear model and does not move the mean. α-energies do judge the network's own mean.
+    A process whose mean is fixed to the network is no judge of priors: no variance at all would suit its bound best, as
+    E_q[log p] is never above log p at the mean. But the same q is one of the linear model's weights, with mean θ* and
+    covariance S₀ − G (I − S) Gᵀ, and their divergence from the prior also has ½ ‖θ* − m₀‖²_{S₀⁻¹}, which holds the
+    variance up: with that term it bounds the linear model's evidence, however few the inducing values are.
 
     Args:
         posterior: whose prior and likelihood to tune, in place.
-        at: "linear_mode", and nothing else.
+        at: "map" for that bound, with the mean at θ*, the default for mean="network"; "linear_mode" for the bound with
+            a mean that is free within the span of the inducing values, the default for mean="linear", and only as good
+            as these can tell the mean; "network" for a process whose mean is fixed to the network, which α-energies,
+            but not the ELBO, can judge.
         method: "adam" for Adam's steps by minibatches; "collapsed" for quasi-Newton steps up the collapsed bound of
             Gaussian noise, the default where it can be.
-        epochs: passes over the data of "adam"; by default at least as many as q is trained with, and 500 steps.
+        epochs: passes over the data of "adam"; by default at least as many as q is trained with, and 200 steps.
         steps: of "collapsed", at most.
         rate: of Adam's first steps, in logarithms of hyperparameters; it falls linearly to zero.
         checkpoint: a file that holds the state of "adam"; if it is there already, the run goes on from it.
@@ -51,9 +55,9 @@ def tune_sparse(
     Raises:
         ValueError: if there is nothing to tune, or a name is not known.
     """
-    if at != "linear_mode":
-        raise ValueError(f'at must be "linear_mode" for method="variational", but is {at!r}')
     by_energy = posterior.objective in ("alpha", "predictive")
+    at = at or ("linear_mode" if posterior.free else "map")
+    _check_place(at, posterior.free, by_energy)
     collapses = isinstance(posterior.likelihood, Gaussian) and not by_energy
     if method is None:
         method = "collapsed" if collapses and isinstance(posterior.model.source, Data) else "adam"
@@ -64,26 +68,43 @@ def tune_sparse(
     learnt = {name: p for name, p in posterior.named_parameters() if p.requires_grad}
     if not learnt:
         raise ValueError("there is nothing to tune: no hyperparameter of prior and likelihood requires gradients")
-    judge = posterior if by_energy else posterior.twin(mean="linear", objective="elbo")
+    mean = "linear" if at == "linear_mode" else "network"
+    objective = posterior.objective if by_energy else "elbo"
+    itself = (mean, objective) == (posterior.mean, posterior.objective)
+    judge = posterior if itself else posterior.twin(mean=mean, objective=objective)
     if method == "collapsed":
-        _climb(judge, list(learnt.values()), steps)
+        _climb(judge, at == "map", list(learnt.values()), steps)
     else:
         N, batch_size = posterior.process.N, posterior.batch_size
         enough = 1 + -(-_STEPS // -(-N // (batch_size or N)))
-        plan = judge.plan(epochs=epochs or max(posterior.epochs, enough), learnt=learnt, rate=rate)
+        epochs = epochs or max(posterior.epochs, enough)
+        plan = judge.plan(epochs=epochs, learnt=learnt, rate=rate, anchored=at == "map")
         q = judge.train_q(plan, beside(checkpoint or posterior.checkpoint, "tune"), progress)
-        if by_energy:
+        if itself and by_energy:
             posterior.settle(q)
-    if judge is not posterior:
+    if not itself:
         posterior.history += judge.history
     posterior._q(move_points=False)
 
 
-def _climb(judge: "VariationalPosterior", learnt: list[nn.Parameter], steps: int) -> None:
+def _check_place(at: str, free: bool, by_energy: bool) -> None:
+    if at not in PLACES:
+        raise ValueError(f'at must be "map", "linear_mode" or "network", but is {at!r}')
+    if free and at != "linear_mode":
+        raise ValueError(f'at must be "linear_mode" where the mean is free, but is {at!r}')
+    if at == "network" and not by_energy:
+        raise ValueError('at="network" needs an α-energy: the ELBO of a process with a fixed mean prefers no variance')
+
+
+def _climb(judge: "VariationalPosterior", anchored: bool, learnt: list[nn.Parameter], steps: int) -> None:
+    def objective() -> Tensor:
+        anchor = judge.distance_to_prior() if anchored else 0.0
+        return judge.collapsed_bound() - anchor + log_hyperprior(judge)
+
     before = [p.detach().clone() for p in learnt]
     tolerance = 1e-6 if judge.lin.dtype == torch.float64 else 1e-4
     try:
-        for step in maximise(lambda: judge.collapsed_bound() + log_hyperprior(judge), learnt, steps, tolerance):
+        for step in maximise(objective, learnt, steps, tolerance):
             judge.history.append({"bound": step.value, "gradient_norm": step.gradient_norm} | settings(judge))
     except BaseException:
         with torch.no_grad():

@@ -201,48 +201,70 @@ def test_hyperparameters_are_live(float64):
 
 @pytest.mark.filterwarnings("ignore:the mode of the linear model gains")
 @pytest.mark.parametrize("mean", ["network", "linear"])
-def test_with_all_values_tuning_finds_what_the_exact_evidence_finds(mean, float64):
+@pytest.mark.parametrize("at", ["linear_mode", "map"])
+def test_with_all_values_tuning_finds_what_the_exact_evidence_finds(at, mean, float64):
+    if at == "map" and mean == "linear":
+        return
     p = problem("gaussian", n=15)
-    truth = p.fit("function").tune(steps=200)
-    post = p.fit("variational", inducing=Inducing(p.x), mean=mean).tune(steps=200)
+    truth = p.fit("function").tune(at, steps=200)
+    post = p.fit("variational", inducing=Inducing(p.x), mean=mean).tune(at, steps=200)
     assert_close(post.prior.precision, truth.prior.precision, rtol=1e-3, atol=0)
     assert_close(post.likelihood.noise, truth.likelihood.noise, rtol=1e-3, atol=0)
     assert post.shift is None if mean == "network" else post.shift is not None
     if mean == "linear":
         assert_close(post.log_evidence(), truth.log_evidence(), rtol=1e-6, atol=0)
+    elif at == "map":
+        assert_close(post.log_evidence("map"), truth.log_evidence("map"), rtol=1e-6, atol=0)
 
 
-def test_adam_finds_what_the_collapsed_bound_finds(float64):
+@pytest.mark.parametrize("mean", ["network", "linear"])
+def test_adam_finds_what_the_collapsed_bound_finds(mean, float64):
     p = problem("gaussian", prior="isotropic")
-    options = {"inducing": Inducing(p.x[::4]), "mean": "linear", "batch_size": 20}
+    options, at = {"inducing": Inducing(p.x[::4]), "mean": mean}, "map" if mean == "network" else "bound"
     truth = p.fit("variational", **options).tune(method="collapsed", steps=200)
-    post = p.fit("variational", **options).tune(method="adam", epochs=200)
+    post = p.fit("variational", batch_size=30, **options).tune(method="adam", epochs=150)
     assert_close(post.prior.precision, truth.prior.precision, rtol=0.2, atol=0)
-    assert_close(post.likelihood.noise, truth.likelihood.noise, rtol=0.05, atol=0)
-    assert truth.log_evidence() >= post.log_evidence() > truth.log_evidence() - 0.1
+    assert_close(post.likelihood.noise, truth.likelihood.noise, rtol=0.1, atol=0)
+    assert truth.log_evidence(at) >= post.log_evidence(at) > truth.log_evidence(at) - 0.2
 
 
 @pytest.mark.parametrize("prior", ["isotropic", "diagonal"])
-def test_tuning_raises_the_linear_models_bound_and_keeps_the_networks_mean(prior, float64):
+@pytest.mark.parametrize("at", ["map", "linear_mode"])
+def test_tuning_raises_a_bound_of_the_linear_model_and_keeps_the_networks_mean(at, prior, float64):
     p = problem("categorical", prior=prior)
     post = p.fit("variational", **QUICK)
     post.prior.precision = 30.0
-    before = post.refine().log_evidence()
-    post.tune(epochs=40)
-    assert post.refine().log_evidence() > before + 1
+    bound = lambda: post.log_evidence("map") if at == "map" else post.refine().log_evidence()  # noqa: E731
+    before = bound()
+    post.tune(at, epochs=15)
+    assert bound() > before + 1
     assert torch.equal(post.latent(p.x_new).mean, p.lin(p.x_new))
     assert any("precision" in line and "bound" in line for line in post.history)
 
 
-def test_an_energy_tunes_by_itself(float64):
+@pytest.mark.parametrize("at", ["map", "network"])
+def test_an_energy_tunes_by_itself(at, float64):
     p = problem("categorical", prior="isotropic")
     post = p.fit("variational", objective="predictive", **QUICK)
     q, before = post.q, post.prior.precision.item()
-    post.tune(epochs=20)
+    post.tune(at, epochs=20)
     assert post.prior.precision.item() != before
     assert post.q is not q
     lines = [line for line in post.history if "energy" in line]
-    assert lines[-1]["energy"] > lines[0]["energy"]
+    if at == "network":
+        assert lines[-1]["energy"] > lines[0]["energy"]
+
+
+def test_the_elbo_of_a_fixed_mean_prefers_no_variance_and_that_of_the_weights_does_not(float64):
+    p = problem("categorical", prior="isotropic")
+    post = p.fit("variational", num_inducing=12, batch_size=None)
+    fixed, weights = [], []
+    for precision in (0.1, 1.0, 10.0, 100.0, 1e4):
+        post.prior.precision = precision
+        fixed.append(post.log_evidence().item())
+        weights.append(post.log_evidence("map").item())
+    assert fixed == sorted(fixed)
+    assert 0 < weights.index(max(weights)) < 4
 
 
 def test_a_grid_on_validation_data_trains_q_for_each_of_its_values(float64):
@@ -260,14 +282,18 @@ def test_inducing_points_that_learn_raise_the_bound(float64):
     fixed, moved = p.fit("variational", **options), p.fit("variational", learn_inducing=True, **options)
     assert not torch.equal(moved.inducing.x, fixed.inducing.x)
     assert moved.log_evidence() > fixed.log_evidence() + 0.5
-    tuned = p.fit("variational", **options | {"learn_inducing": True, "epochs": 2}, tune=True)
+    tuned = p.fit("variational", **options | {"learn_inducing": True}, tune=False).tune(epochs=3)
     assert not torch.equal(tuned.inducing.x, fixed.inducing.x)
 
 
 def test_what_cannot_be_tuned_is_named(float64):
     post = problem().fit("variational", **QUICK)
-    with pytest.raises(ValueError, match='at must be "linear_mode" for method="variational", but is \'map\''):
-        post.tune("map")
+    with pytest.raises(ValueError, match='at must be "map", "linear_mode" or "network", but is \'mode\''):
+        post.tune("mode")
+    with pytest.raises(ValueError, match='at="network" needs an α-energy'):
+        post.tune("network")
+    with pytest.raises(ValueError, match="at must be \"linear_mode\" where the mean is free, but is 'map'"):
+        post.refine().tune("map")
     with pytest.raises(ValueError, match='method must be "adam" or "collapsed", but is \'em\''):
         post.tune(method="em")
     with pytest.raises(ValueError, match='method="collapsed" is for Gaussian noise'):
@@ -310,7 +336,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("dies", [3, 9, 14])
+@pytest.mark.parametrize("dies", [3, 14])
 @pytest.mark.parametrize("run", RUNS)
 def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(run, dies, float64, tmp_path, monkeypatch):
     p = problem(n=40)
