@@ -156,7 +156,7 @@ class Run:
         try:
             net.train()
             with tqdm(total=epochs * N, initial=done, desc="train", unit="points", disable=hidden(progress)) as bar:
-                while state.epoch < epochs:
+                while state.epoch < epochs and not self.objective.finished:
                     for data in islice(self._batches(state.epoch), state.batch, None):
                         state = self._step(state, data)
                         bar.update(len(data))
@@ -166,6 +166,7 @@ class Run:
                     state = self._next_epoch(state)
                     if file is not None:
                         self._save(state, file)
+            self.objective.settle()
         finally:
             net.train(training)
 
@@ -199,7 +200,8 @@ class Run:
     def _next_epoch(self, state: State) -> State:
         names = ("loss", "log_prob", "penalty", "divergence")
         found = {name: total / state.seen for name, total in zip(names, state.sums, strict=True)}
-        self.objective.history.append({"epoch": state.epoch} | found)
+        told = self.objective.after_epoch(state.epoch, self.lin, self.source)
+        self.objective.history.append({"epoch": state.epoch} | found | told)
         return State(epoch=state.epoch + 1, step=state.step)
 
     # States on disk

@@ -142,12 +142,29 @@ class WeightObjective(nn.Module):
         return self._posterior(lin, source, memory_budget)
 
     def _posterior(self, lin: Linearization, source: Source, memory_budget: int) -> Posterior:
-        s = self.prior_std.detach()
-        prior = Isotropic(lin, s[0] ** -2) if self._isotropic else Diagonal(lin, s**-2)
         likelihood = deepcopy(self.likelihood)  # training may go on
-        posterior = self.posterior_of(LinearModel(lin, source, likelihood, memory_budget), prior)
+        posterior = self.posterior_of(LinearModel(lin, source, likelihood, memory_budget), self.prior_over(lin))
         posterior.history = list(self.history)
         return posterior
+
+    def prior_over(self, lin: Linearization) -> Prior:
+        """Return the prior as an object over the linearised network's weights."""
+        s = self.prior_std.detach()
+        return Isotropic(lin, s[0] ** -2) if self._isotropic else Diagonal(lin, s**-2)
+
+    # What ``fit`` asks for between epochs
+
+    def after_epoch(self, epoch: int, lin: Linearization, source: Source) -> dict[str, Any]:
+        """Do what is due after an epoch, and return what the history should tell of it."""
+        return {}
+
+    @property
+    def finished(self) -> bool:
+        """Whether training may stop before its last epoch."""
+        return False
+
+    def settle(self) -> None:
+        """Do what is due after the last epoch."""
 
     def weights(self) -> dict[str, nn.Parameter]:
         """Return the parameters that are learnt, by name."""
