@@ -165,28 +165,28 @@ class _Pullback:
         for call in reversed(self.record.calls):
             if call.node in self.pending:
                 self._through(call, self.pending.pop(call.node))
-        lost = [node for node in self.pending if node.op != "placeholder"]
-        if lost:
-            raise ValueError(f"{lost[0].format_node()} is taken from several tensors at once, and has no rule")
+        if self.pending:
+            raise ValueError(
+                f"{next(iter(self.pending)).format_node()} is taken from several tensors at once, and has no rule"
+            )
 
     def _through(self, call: Call, M: _Matrix) -> None:
         M = self._switched(M)
         for origin, V in M.roots.items():
             if call.parameters:
                 self.sums.add_columns(call, origin, V)
-            for node, pulled in call.pull(V, call.data, columns=True).items():
+            for node, pulled in (call.pull(V, call.learnt, columns=True) if call.learnt else {}).items():
                 self._add(node, _Matrix(None, {origin: pulled}))
-        if M.diagonal is not None:
+        if M.diagonal is not None and (call.learnt or call.parameters):
             if call.kind not in RULES:
                 raise ValueError(
                     f"there is no rule for {call}: add one, ntkgp.curvature.RULES[{described(call.kind)}] = rule, "
                     'with rule elementwise, routed, bilinear, by_jacobian or your own; or use method="exact"'
                 )
-            wanted = [*call.data, *(key for key in call.parameters if key not in call.data)]
-            found = RULES[call.kind](call, M.diagonal, wanted)
+            found = RULES[call.kind](call, M.diagonal, [*call.learnt, *call.parameters])
             for key, name in call.parameters.items():
                 self.sums.add(name, found[key].flatten())
-            for node in call.data:
+            for node in call.learnt:
                 self._add(node, _Matrix(found[node]))
 
     def _add(self, node: fx.Node | str, M: _Matrix) -> None:

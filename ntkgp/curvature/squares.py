@@ -149,7 +149,8 @@ def _normalised(x: Tensor, m: Tensor, eps: float, centred: bool = True) -> tuple
     S0, S1, S2 = (t.sum(-1, keepdim=True) for t in (m, m * x, m * x.square()))
     lost = x.square() + centred
     spread = S2 * x.square() + centred * (S0 + 2 * S1 * x)
-    return x, (m * (1 - 2 * lost / n) + spread / n**2) / s.square()
+    pulled = (m * (1 - 2 * lost / n) + spread / n**2) / s.square()
+    return x, pulled.clamp(min=0)  # a sum of squares, but for rounding
 
 
 def _norm(groups: Callable[[Call, Tensor], tuple[Sequence[int], Sequence[int]]], centred: bool = True) -> Rule:

@@ -28,6 +28,7 @@ class Call:
     kind: Kind
     given: dict[Key, Tensor]
     data: tuple[fx.Node, ...]  # which of them carry examples, in their first dimension
+    learnt: tuple[fx.Node, ...]  # which of these depend on Bayesian parameters: where curvature is pulled back to
     parameters: dict[Key, str]  # which of them are Bayesian, and their names
     values: tuple[tuple, dict]  # all arguments
     run: Callable[[Mapping[Key, Tensor]], Tensor]
@@ -113,6 +114,7 @@ class Tape:
         kwargs, given = kwargs or {}, iter(args)
         values: dict[fx.Node, Any] = {}
         carries: set[fx.Node] = set()  # nodes that depend on the input
+        learns: set[fx.Node] = set()  # nodes that depend on Bayesian parameters
         calls: list[Call] = []
         num_examples = 0
         for node in self.graph.nodes:
@@ -128,7 +130,7 @@ class Tape:
                     raise ValueError("the network must return one tensor, but returns several")
                 return Recording(calls, output, values[output])
             else:
-                call = self._call(node, values, carries, known)
+                call = self._call(node, values, carries, learns, known)
                 with torch.no_grad():
                     values[node] = call.run({})
                 z = values[node]
@@ -137,9 +139,18 @@ class Tape:
                     calls.append(call)
                 if any(n in carries for n in node.all_input_nodes):
                     carries.add(node)
+                if call.parameters or any(n in learns for n in node.all_input_nodes):
+                    learns.add(node)
         raise AssertionError("a graph ends in its output")
 
-    def _call(self, node: fx.Node, values: dict[fx.Node, Any], carries: set[fx.Node], known: dict[int, str]) -> Call:
+    def _call(
+        self,
+        node: fx.Node,
+        values: dict[fx.Node, Any],
+        carries: set[fx.Node],
+        learns: set[fx.Node],
+        known: dict[int, str],
+    ) -> Call:
         given: dict[Key, Tensor] = {n: values[n] for n in node.all_input_nodes if isinstance(values[n], Tensor)}
         layer = self._layer(node) if node.op == "call_module" else None
         if layer is not None:
@@ -160,7 +171,8 @@ class Tape:
                 kwargs = {**kwargs, "inplace": False}
             return kind(*args, **kwargs)
 
-        return Call(node, kind, given, data, parameters, arguments({}), run, layer)
+        learnt = tuple(n for n in data if n in learns)
+        return Call(node, kind, given, data, learnt, parameters, arguments({}), run, layer)
 
     def _layer(self, node: fx.Node) -> nn.Module:
         return self.net.get_submodule(str(node.target))

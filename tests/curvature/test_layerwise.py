@@ -302,7 +302,7 @@ def test_a_bottleneck_has_no_more_columns_than_numbers(float64):
             lambda self, v, *a, **k: (widths.append(len(v)) if k.get("columns") else None, pull(self, v, *a, **k))[1],
         )
         agree(LayerwiseCurvature(lin).diagonal(x, root, "exact"), by_name(lin, H.diagonal()))
-    assert widths == [25, 25, 2, 2, 2, 2]
+    assert widths == [25, 25, 2, 2, 2]  # nothing is pulled back to the input
 
 
 def test_selected_outputs_and_some_of_the_parameters(float64):
