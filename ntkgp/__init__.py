@@ -1,6 +1,6 @@
 """Every trained network is locally a Gaussian process."""
 
-from ntkgp import inverse, likelihoods, posteriors, priors, report
+from ntkgp import curvature, inverse, likelihoods, posteriors, priors, report, training
 from ntkgp.inverse import reconstruct
 from ntkgp.kernels import LinearizedMean, MultiOutputVariationalStrategy, NTKKernel
 from ntkgp.linearization import Linearization
@@ -13,6 +13,7 @@ __all__ = [
     "NTKKernel",
     "Posterior",
     "Prediction",
+    "curvature",
     "fit",
     "inverse",
     "likelihoods",
@@ -21,4 +22,5 @@ __all__ = [
     "priors",
     "reconstruct",
     "report",
+    "training",
 ]

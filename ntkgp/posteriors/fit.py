@@ -95,7 +95,7 @@ def fit(
         raise ValueError(f'tune must be True, False or "auto", but is {tune!r}')
     if subset is not None and method not in ("auto", "function"):
         raise ValueError(f'subset is for method="function", but method is {method!r}')
-    lin, likelihood = _linearization(net, data, outputs), _likelihood(likelihood)
+    lin, likelihood = _linearization(net, data, outputs), as_likelihood(likelihood)
     likelihood.to(device=lin.device, dtype=lin.dtype)
     if method == "last_layer":
         lin = last_layer(lin)
@@ -200,11 +200,11 @@ def _linearization(net: Any, data: Any, outputs: Any) -> Linearization:
     if not isinstance(net, nn.Module | Linearization):
         raise TypeError(f"net must be a torch.nn.Module or a Linearization, but is a {type(net).__name__}")
     lin = net if isinstance(net, Linearization) else Linearization(net)
-    lin.learn(_first_input(data))
+    lin.learn(first_input(data))
     return lin if outputs is None else lin.select(outputs)
 
 
-def _first_input(data: Any) -> Any:
+def first_input(data: Any) -> Any:
     """Return an example input, to learn shapes from."""
     if isinstance(data, tuple | list) and len(data) == 2:
         return data[0]
@@ -220,7 +220,8 @@ def _first_input(data: Any) -> Any:
     raise TypeError(f"data must be (X, y), a Dataset or a DataLoader, but is a {type(data).__name__}")
 
 
-def _likelihood(likelihood: str | Likelihood) -> Likelihood:
+def as_likelihood(likelihood: str | Likelihood) -> Likelihood:
+    """Return the likelihood, or the one of this name."""
     if isinstance(likelihood, Likelihood):
         return likelihood
     if not isinstance(likelihood, str):
