@@ -1,5 +1,6 @@
 """Variational Laplace: the bound without a sample of the weights (Unlu & Aitchison 2021)."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from ntkgp.linearization.inputs import Input
 from ntkgp.training.objective import GaussianWeights, Terms
 from ntkgp.training.smoothness import require_smooth
+from ntkgp.training.twice import QuickSecondDerivatives
 
 __all__ = ["VariationalLaplace"]
 
@@ -62,7 +64,8 @@ class VariationalLaplace(GaussianWeights):
             y: their targets.
             generator: of the labels; by default this object's own.
         """
-        f = self.outputs(x)
+        with QuickSecondDerivatives() if self.curvature == "fisher" else nullcontext():
+            f = self.outputs(x)
         if not self._seen_smooth:
             require_smooth(f)
             self._seen_smooth = True
