@@ -78,6 +78,8 @@ class EvidenceTraining(MaximumAPosteriori):
         self.patience, self.subset, self.memory_budget = patience, subset, memory_budget
         prior = Grouped(Linearization(net, list(self.layout.names)), by)
         self.groups = prior.groups
+        self._told |= {"structure": structure, "groups": str(self.groups), "steps": str(steps), "subset": str(subset)}
+        self._told |= {"burn_in": str(burn_in), "every": str(every)}
         self._index = prior.precision_index
         self.register_buffer("precision", self._by_group())
         self.precision: Tensor  # (G,)

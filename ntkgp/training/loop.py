@@ -139,10 +139,7 @@ class Run:
 
     def identity(self) -> dict[str, str]:
         """Return what tells this run from others."""
-        o = self.objective
-        shapes = ", ".join(f"{n} {tuple(s)}" for n, s in zip(o.layout.names, o.layout.shapes, strict=True))
-        told = {"objective": type(o).__name__, "network": shapes, "points": str(o.num_data), "beta": repr(o.beta)}
-        return told | {"optimizer": type(self.optimizer).__name__} | self.plan.identity()
+        return self.objective.identity() | {"optimizer": type(self.optimizer).__name__} | self.plan.identity()
 
     def finish(self, file: Checkpoint | None, progress: bool | None) -> None:
         """Run to the end, from the start or from what the file holds."""

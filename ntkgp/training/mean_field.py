@@ -50,6 +50,7 @@ class MeanFieldVI(GaussianWeights):
         if num_samples < 1:
             raise ValueError(f"num_samples must be at least 1, but is {num_samples}")
         self.noise, self.num_samples = noise, num_samples
+        self._told |= {"noise": noise, "num_samples": str(num_samples)}
         self._noisy: dict[nn.Module, dict[str, str]] | None = None  # known after the first pass
 
     def terms(self, x: Input, y: Tensor, generator: torch.Generator | None = None) -> Terms:

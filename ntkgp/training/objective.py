@@ -93,6 +93,7 @@ class WeightObjective(nn.Module):
         self.generator = torch.Generator(like.device).manual_seed(seed)
         self.history: list[dict[str, Any]] = []  # one entry for each epoch of ``fit``
         self._isotropic = not isinstance(prior_std, Mapping)
+        self._told = {"prior_std": str(prior_std), "beta": str(self.beta)}  # what tells this objective from others
         self._unpack = CallConvention.of(net)
 
     # What an objective defines
@@ -151,6 +152,13 @@ class WeightObjective(nn.Module):
         """Return the prior as an object over the linearised network's weights."""
         s = self.prior_std.detach()
         return Isotropic(lin, s[0] ** -2) if self._isotropic else Diagonal(lin, s**-2)
+
+    def identity(self) -> dict[str, str]:
+        """Return what tells this objective from others, for checkpoints."""
+        shapes = zip(self.layout.names, self.layout.shapes, strict=True)
+        network = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes)
+        kinds = {"objective": type(self).__name__, "likelihood": type(self.likelihood).__name__}
+        return kinds | {"network": network, "points": str(self.num_data)} | self._told
 
     # What ``fit`` asks for between epochs
 
@@ -224,6 +232,7 @@ class GaussianWeights(WeightObjective):
     ) -> None:
         super().__init__(net, likelihood, num_data, prior_std, beta, seed)
         self.log_sigma_rate = float(positive("log_sigma_rate", log_sigma_rate))
+        self._told |= {"log_sigma_rate": str(log_sigma_rate), "log_sigma_start": str(log_sigma_start)}
         self.log_sigma = nn.Parameter(self.prior_std.log() + log_sigma_start)  # (P,)
 
     def parameter_groups(self, lr: float) -> list[dict[str, Any]]:

@@ -54,6 +54,7 @@ class VariationalLaplace(GaussianWeights):
         if activations not in ("smooth", "any"):
             raise ValueError(f'activations must be "smooth" or "any", but is {activations!r}')
         self.curvature, self.activations = curvature, activations
+        self._told |= {"curvature": curvature}
         self._seen_smooth = activations == "any"
 
     def terms(self, x: Input, y: Tensor, generator: torch.Generator | None = None) -> Terms:

@@ -188,6 +188,8 @@ def test_bad_input_is_named(tmp_path):
     vl.fit((x, y), epochs=1, checkpoint=tmp_path / "run")
     with pytest.raises(ValueError, match=r"belongs to another run: its lr is 0\.001"):
         vl.fit((x, y), epochs=1, lr=0.1, checkpoint=tmp_path / "run")
+    with pytest.raises(ValueError, match=r"belongs to another run: its prior_std is 1\.0"):
+        VariationalLaplace(network(), prior_std=2.0, seed=1).fit((x, y), epochs=1, checkpoint=tmp_path / "run")
     with pytest.raises(ValueError, match="belongs to another run: its objective is VariationalLaplace"):
         MaximumAPosteriori(network(), seed=1).fit((x, y), epochs=1, checkpoint=tmp_path / "run")
     (tmp_path / "cut").write_bytes((tmp_path / "run").read_bytes()[:100])
