@@ -11,6 +11,7 @@ from torch.func import functional_call
 
 from ntkgp.linearization.inputs import Input
 from ntkgp.training.objective import GaussianWeights, Terms
+from ntkgp.training.smoothness import evaluating
 
 __all__ = ["MeanFieldVI"]
 
@@ -104,17 +105,13 @@ def _inputs_met(objective: MeanFieldVI, x: Input) -> dict[nn.Module, list[int]]:
     def hook(module: nn.Module, args: tuple) -> None:
         met[module].append(args[0].ndim if args and isinstance(args[0], Tensor) else 0)
 
-    training = {module: module.training for module in met}
     handles = [module.register_forward_pre_hook(hook) for module in met]
     try:
-        objective.net.eval()
-        with torch.no_grad():
+        with torch.no_grad(), evaluating(objective.net):
             objective.outputs(x)
     finally:
         for handle in handles:
             handle.remove()
-        for module, mode in training.items():
-            module.training = mode
     return met
 
 

@@ -1,10 +1,13 @@
 """Activations whose second derivative is a spike where nobody looks: not to be trained through by squared gradients."""
 
-from torch import Tensor
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
 
 from ntkgp.linearization.graph import trace
 
-__all__ = ["piecewise_linear", "require_smooth"]
+__all__ = ["evaluating", "piecewise_linear", "require_smooth"]
 
 _KINKS = {
     "ReluBackward0": "relu",
@@ -39,3 +42,15 @@ def require_smooth(f: Tensor) -> None:
             f"the network uses {', '.join(found)}, piecewise linear: squared gradients cannot be trained through it. "
             'Use a smooth activation such as softplus, or pass activations="any" to train all the same'
         )
+
+
+@contextmanager
+def evaluating(net: nn.Module) -> Iterator[None]:
+    """Put a network in evaluation mode for a look at it, and each of its modules back: statistics stay as they are."""
+    modes = {module: module.training for module in net.modules()}
+    try:
+        net.eval()
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntkgp.linearization.inputs import Input
+from ntkgp.linearization.inputs import Input, take
 from ntkgp.training.objective import GaussianWeights, Terms
-from ntkgp.training.smoothness import require_smooth
+from ntkgp.training.smoothness import evaluating, require_smooth
 from ntkgp.training.twice import QuickSecondDerivatives
 
 __all__ = ["VariationalLaplace"]
@@ -65,11 +65,12 @@ class VariationalLaplace(GaussianWeights):
             y: their targets.
             generator: of the labels; by default this object's own.
         """
+        if not self._seen_smooth:
+            with evaluating(self.net):
+                require_smooth(self.outputs(take(x, slice(0, 1))))
+            self._seen_smooth = True
         with QuickSecondDerivatives() if self.curvature == "fisher" else nullcontext():
             f = self.outputs(x)
-        if not self._seen_smooth:
-            require_smooth(f)
-            self._seen_smooth = True
         y, S = self._targets(y, f), len(f)
         log_prob = self.likelihood.log_prob(y, f).mean()
         if self.curvature == "fisher":

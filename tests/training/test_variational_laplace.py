@@ -186,6 +186,15 @@ def test_piecewise_linear_activations_are_refused(function, named):
     assert VariationalLaplace(Functional(function), "categorical", 4, activations="any").loss(x, y).isfinite()
 
 
+def test_a_network_that_is_refused_keeps_its_statistics():
+    net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.ReLU(), nn.Linear(3, 3))
+    before = net[1].running_mean.clone()
+    with pytest.raises(ValueError, match="softplus"):
+        VariationalLaplace(net, "categorical", 4).fit((torch.randn(4, 2), torch.tensor([0, 1, 2, 0])), epochs=1)
+    assert torch.equal(net[1].running_mean, before)
+    assert all(module.training for module in net.modules())
+
+
 @pytest.mark.parametrize("function", [F.softplus, F.gelu, F.silu, torch.tanh, F.elu, F.mish, torch.sigmoid])
 def test_smooth_activations_are_not(function):
     assert piecewise_linear(Functional(function)(torch.randn(4, 2))) == []
