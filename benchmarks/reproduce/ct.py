@@ -209,7 +209,7 @@ def _part(angles: int, runs: list[dict]) -> list[str]:
     return [
         *lines,
         "",
-        f"- With the first floor, σ² d_y / ‖A‖², evidence is ahead of MC dropout by {_errors(sure):.1f} standard errors.",
+        f"- With the first floor, σ² d_y / ‖A‖², evidence leads MC dropout by {_errors(sure):.1f} standard errors.",
         f"- Sampled EM less exact evidence, the same prior: {_mean(gap, '+.4f')}, at most {gap.abs().max():.4f}.",
         f"- Exact evidence beside all else: peak {took['peak'] / 1e3:.2f} GB, {took['step']:.2f} s a step, at most.",
         f"- {runs[0]['machine']}, commits {', '.join(sorted({run['commit'] for run in runs}))}.",
