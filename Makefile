@@ -34,7 +34,7 @@ types: $(VENV)/.ready  ## static types of the package
 	@$(BIN)/mypy
 
 suite: $(VENV)/.ready  ## every test, with coverage
-	@$(BIN)/python -m pytest --cov --cov-report=term -q
+	@$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --cov --cov-report=term -q
 
 bench-kernel: $(VENV)/.ready  ## the tangent kernel beside laplace-torch and neural-tangents; a table in benchmarks/results/
 	@test -n "$$(ls -A $(PEERS) 2>/dev/null)" || bash ../shared/peers/setup $(PEERS)

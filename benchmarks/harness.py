@@ -6,13 +6,16 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 
 HERE = Path(__file__).parent
 
-__all__ = ["HERE", "Table", "commit", "machine", "median", "peak_mb", "run_json", "write"]
+__all__ = ["HERE", "Table", "alone", "commit", "machine", "median", "peak_mb", "run_json", "write"]
 
 
 def run_json(command: list, label: str, environment: dict | None = None) -> dict:
@@ -22,6 +25,12 @@ def run_json(command: list, label: str, environment: dict | None = None) -> dict
         sys.exit(f"{label} failed:\n{result.stderr}")
     print(f"  {label}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
     return json.loads(result.stdout.strip().splitlines()[-1])
+
+
+def alone(work: Callable[..., dict], *args: object) -> dict:
+    """Return what a function returns in a process of its own, whose peak of memory is the work's."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(work, *args).result()
 
 
 class Table:

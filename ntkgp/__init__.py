@@ -1,17 +1,19 @@
 """Every trained network is locally a Gaussian process."""
 
-from ntkgp import inverse, likelihoods, posteriors, priors, report
+from ntkgp import curvature, inverse, likelihoods, posteriors, priors, report, training
 from ntkgp.inverse import reconstruct
-from ntkgp.kernels import LinearizedMean, NTKKernel
+from ntkgp.kernels import LinearizedMean, MultiOutputVariationalStrategy, NTKKernel
 from ntkgp.linearization import Linearization
 from ntkgp.posteriors import Posterior, Prediction, fit, load
 
 __all__ = [
     "Linearization",
     "LinearizedMean",
+    "MultiOutputVariationalStrategy",
     "NTKKernel",
     "Posterior",
     "Prediction",
+    "curvature",
     "fit",
     "inverse",
     "likelihoods",
@@ -20,4 +22,5 @@ __all__ = [
     "priors",
     "reconstruct",
     "report",
+    "training",
 ]

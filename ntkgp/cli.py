@@ -35,6 +35,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         args.run(args)
-    except (ValueError, OSError, ImportError) as error:  # bad input, a folder that cannot be written, no matplotlib
+    except (ValueError, OSError, ImportError, RuntimeError) as error:  # RuntimeError: matrices that do not factorise
         args.parser.error(str(error))
     return 0

@@ -153,6 +153,30 @@ def test_warnings_are_told_in_a_line_and_on_the_page(tmp_path, capsys, small):
     assert "the network is &lt;small&gt;" in (tmp_path / "out" / "index.html").read_text()
 
 
+def test_prior_and_patience_reach_the_library(tmp_path, monkeypatch):
+    seen = {}
+
+    def stop(A, y, **options):
+        seen.update(options)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(ntkgp, "reconstruct", stop)
+    more = ("--prior", "iid", "--patience", "7", "--method", "exact", *QUICK)
+    with pytest.raises(SystemExit):
+        main(command(parallel_scan(tmp_path / "scan.npz"), tmp_path / "out", *more))
+    assert (seen["prior"], seen["patience"], seen["method"]) == ("iid", 7, "exact")
+    assert "num_samples" not in seen  # the exact method draws without it
+
+
+def test_a_matrix_that_does_not_factorise_ends_in_one_line(tmp_path, capsys, monkeypatch):
+    def fail(A, y, **options):
+        raise torch.linalg.LinAlgError("B lost positive definiteness")
+
+    monkeypatch.setattr(ntkgp, "reconstruct", fail)
+    told = refused(capsys, command(parallel_scan(tmp_path / "scan.npz"), tmp_path / "out", *QUICK))
+    assert told == "ntkgp reconstruct: B lost positive definiteness"
+
+
 def test_the_readmes_command_is_one(monkeypatch):
     text = (Path(__file__).parent.parent / "README.md").read_text()
     (line,) = re.findall(r"^ntkgp (reconstruct [^#\n]*)", text, re.MULTILINE)

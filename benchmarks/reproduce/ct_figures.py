@@ -15,7 +15,7 @@ from ntkgp.inverse import Reconstruction, linearized
 from ntkgp.report.figures import calibration_figure, convergence_figure, reconstruction_figure
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from ct import SETTINGS, measured, prior_of
+from ct import measured, penalty_of, prior_of
 
 mpl.use("Agg")
 ANGLES, INDEX, DRAWS = 20, 0, 6
@@ -50,7 +50,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     args.out.mkdir(parents=True, exist_ok=True)
-    (x, A, y, _), penalty = measured(args.data, INDEX, ANGLES), SETTINGS["penalty"][str(ANGLES)]
+    (x, A, y, _), penalty = measured(args.data, INDEX, ANGLES), penalty_of(ANGLES)
     dip = prior_of(A, y, penalty)
     found = {name: linearized(dip, A, y, penalty=penalty, **options) for name, options in PRIORS.items()}
     rec = list(found.values())[1]

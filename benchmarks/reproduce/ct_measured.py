@@ -14,10 +14,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 
 import matplotlib as mpl
@@ -32,7 +29,7 @@ from ntkgp.inverse.deep_image_prior import DeepImagePrior
 from ntkgp.inverse.reconstruction import Reconstruction
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from harness import commit, machine, peak_mb
+from harness import alone, commit, machine, peak_mb
 
 mpl.use("Agg")
 plt.rcParams.update({"font.size": 9, "figure.dpi": 150})
@@ -417,12 +414,6 @@ def main() -> None:
             path.write_text(json.dumps(found | {"commit": origin, "machine": machine()}, indent=1) + "\n")
             print(case, found["score"], found["warnings"], found["seconds"], found["peak"], flush=True)
     print(report(args.out))
-
-
-def alone(work: Callable[..., dict], *args: object) -> dict:
-    """Return what a function returns in a process of its own, whose peak of memory is the case's."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(work, *args).result()
 
 
 if __name__ == "__main__":

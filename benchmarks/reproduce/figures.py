@@ -75,11 +75,11 @@ def banana(data: Path, out: Path) -> dict:
 # One dimension
 
 
-def snelson(data: Path) -> tuple[Tensor, Tensor]:
-    """Snelson's data without their middle."""
+def snelson(data: Path, gap: bool = True) -> tuple[Tensor, Tensor]:
+    """Snelson's data, without their middle if there is to be a gap."""
     with np.load(data / "toy/snelson.npz") as raw:
         x, y = torch.as_tensor(raw["x"]).double(), torch.as_tensor(raw["y"]).double()
-    kept = (x < 1.8) | (x > 4.2)
+    kept = (x < 1.8) | (x > 4.2) | (not gap)
     x, y = x[kept], y[kept]
     return ((x - 3) / 1.8)[:, None], (y / y.std())[:, None]
 
@@ -146,6 +146,36 @@ def in_between(data: Path, out: Path) -> dict:
     return found
 
 
+def sparse(data: Path, out: Path) -> dict:
+    """Draw the exact posterior of Snelson's data beside those of 10, 15 and 20 inducing values, with free means."""
+    x, y = snelson(data, gap=False)
+    lin, noise = trained(x, y, 50, depth=2)
+
+    def fit(method: str, **options: object) -> ntkgp.Posterior:
+        likelihood, prior = ntkgp.likelihoods.Gaussian(noise).double(), ntkgp.priors.Isotropic(lin, PRECISION)
+        return ntkgp.fit(lin, (x, y), likelihood, method, prior, **options)
+
+    exact = fit("function").refine()
+    figure, axes = plt.subplots(1, 4, figsize=(10.4, 2.7), sharex=True, sharey=True, layout="constrained")
+    found: dict = {"log evidence": exact.log_evidence().item()}
+    band(axes[0], exact, x, y, f"exact, log evidence {found['log evidence']:.1f}")
+    grid = torch.linspace(-2.6, 2.6, 261).double()[:, None]
+    truth = exact.latent(grid)
+    for ax, M in zip(axes[1:], (10, 15, 20), strict=True):
+        post = fit("variational", num_inducing=M, mean="linear", inducing="greedy")
+        q = post.latent(grid)
+        found[f"{M} values"] = {
+            "bound": post.log_evidence().item(),
+            "largest difference of means": (q.mean - truth.mean).abs().max().item(),
+            "largest difference of stds": (q.stddev - truth.stddev).abs().max().item(),
+        }
+        band(ax, post, x, y, f"{M} values, bound {found[f'{M} values']['bound']:.1f}")
+        at = post.inducing.x[:, 0]
+        ax.plot(at, torch.full_like(at, -3.8), "|", color="tab:red", markersize=7)
+    figure.savefig(out / "sparse.png")
+    return found
+
+
 def normalised(data: Path, out: Path) -> dict:
     """Draw a network with BatchNorm: precisions and noise by evidence at θ* and at θ_⋆, one or one for each group."""
     x, y = snelson(data)
@@ -197,6 +227,7 @@ def main() -> None:
         "banana": banana(args.data, args.out),
         "epistemic std in the gap": in_between(args.data, args.out),
         "BatchNorm": normalised(args.data, args.out),
+        "inducing values": sparse(args.data, args.out),
     }
     origin = {"command": "make reproduce-figures", "commit": commit(), "seed": 0, "machine": machine()}
     (args.out / "figures.json").write_text(json.dumps(origin | results, indent=1) + "\n")

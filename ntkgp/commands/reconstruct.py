@@ -21,7 +21,8 @@ import ntkgp
 from ntkgp.commands.folder import whole_folder
 from ntkgp.commands.scan import Scan, read_scan
 from ntkgp.inverse import RayTransform, Reconstruction
-from ntkgp.inverse.reconstruction import METHODS, TUNINGS
+from ntkgp.inverse.priors import PRIORS
+from ntkgp.inverse.setting import METHODS, TUNINGS
 
 NAME, HELP = "reconstruct", "an image with error bars from a sinogram"
 _DEFAULTS = {name: p.default for name, p in inspect.signature(ntkgp.reconstruct).parameters.items()}
@@ -51,6 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=_DEFAULTS["tune"],
         help="by what prior and noise are tuned (default: %(default)s)",
     )
+    add(
+        "--prior",
+        choices=tuple(PRIORS),
+        help="over the network's weights (default: conv_filter, or for samples layerwise)",
+    )
     add("--noise", type=_positive(float), help="variance of the sinogram's noise (default: it is learnt)")
     add(
         "--penalty",
@@ -60,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--steps", type=_positive(int), default=_DEFAULTS["steps"], help="of training (default: %(default)s)")
     add("--rate", type=_positive(float), default=_DEFAULTS["rate"], help="of training (default: %(default)s)")
+    add("--patience", type=_positive(int), help="stop training after so many steps without a better loss")
     add("--seed", type=_nonnegative(int), default=_DEFAULTS["seed"], help="of network and samples (default: 0)")
     help_samples = "images to draw; the sampled method has its deviations from them, too (default: %(default)s)"
     add("--samples", type=_positive(int), default=_SAMPLES, help=help_samples)
@@ -152,11 +159,13 @@ def _check_range(A: RayTransform, scan: Scan) -> None:
 
 def _reconstructed(args: argparse.Namespace, A: RayTransform, scan: Scan) -> tuple[Reconstruction, list[str]]:
     """Return the reconstruction and what it warned of."""
+    options = {} if args.method == "exact" else {"num_samples": args.samples}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         rec = ntkgp.reconstruct(
-            A, scan.y, tune=None if args.tune == "none" else args.tune, method=args.method, noise=args.noise,
-            penalty=args.penalty, steps=args.steps, rate=args.rate, seed=args.seed, num_samples=args.samples,
+            A, scan.y, prior=args.prior, tune=None if args.tune == "none" else args.tune, method=args.method,
+            noise=args.noise, penalty=args.penalty, steps=args.steps, rate=args.rate, patience=args.patience,
+            seed=args.seed, **options,
         )  # fmt: skip
     told = [str(warning.message) for warning in caught]
     for message in told:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ class Draws(BySamples):
 
     samples: Tensor  # (S, *image_shape)
 
-    @property
+    @cached_property
     def mean(self) -> Tensor:  # (*image_shape)
         """The average image."""
         return self.samples.mean(0)
@@ -35,7 +36,7 @@ class UnitNoise(GaussianImage):
 
     dip: DeepImagePrior
 
-    @property
+    @cached_property
     def mean(self) -> Tensor:  # (*image_shape)
         """The network's image."""
         return self.dip.image[0]

@@ -15,7 +15,7 @@ __all__ = ["CLASSICAL", "Classical", "classical", "tikhonov", "total_variation_r
 CLASSICAL = ("fbp", "tikhonov", "tv")
 
 _POWER_ITERATIONS = 30
-_CHECK = 25  # iterations between looks at the gap
+_CHECK = 25  # iterations between looks at the objective
 _DIFFERENCES_NORM = 8.0  # ‖D‖² in two dimensions, at most
 
 
@@ -89,6 +89,8 @@ def total_variation_reconstruction(
         steps: when to give up.
     """
     _check(A, y, penalty)
+    if len(A.image_shape) < 2:
+        raise ValueError(f"total variation is for images (..., H, W), but A's have shape {tuple(A.image_shape)}")
     H, W = A.image_shape[-2:]
 
     def objective(x: Tensor) -> float:

@@ -56,6 +56,8 @@ def next_angle(
     if not noise > 0:
         raise ValueError(f"noise must be positive, but is {noise}")
     angles = candidates.geometry.angles
+    if wrong := [i for i in taken if not 0 <= i < len(angles)]:
+        raise ValueError(f"taken must be numbers of the {len(angles)} candidates, but has {wrong}")
     if not 1 <= count <= len(angles) - len(set(taken)):
         raise ValueError(f"count must be from 1 to the {len(angles) - len(set(taken))} candidates left, but is {count}")
     if len(samples) < 2:

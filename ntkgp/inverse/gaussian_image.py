@@ -1,5 +1,6 @@
 """What every reconstruction with error bars offers: a Gaussian over images."""
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
@@ -29,7 +30,14 @@ class GaussianImage(ABC):
     @property
     def std(self) -> Tensor:  # (*image_shape)
         """The standard deviation of each pixel, without the noise of measurements."""
-        return self._variance().sqrt().view(self.shape)
+        variance = self._variance()
+        if (negative := int((variance < 0).sum())) > 0:
+            warnings.warn(
+                f"{variance.dtype} cannot resolve the variances of {negative} of {variance.numel()} pixels, which are "
+                "tiny beside the prior's: they came out negative, and are set to zero",
+                stacklevel=2,
+            )
+        return variance.clamp(min=0).sqrt().view(self.shape)
 
     def covariance(self, patch: Tensor | None = None) -> Tensor:  # (n, n)
         """Return the covariance of some pixels.
@@ -55,17 +63,21 @@ class GaussianImage(ABC):
         if patch < 1:
             raise ValueError(f"patch must be at least 1, but is {patch}")
         left, total = (x.to(self.mean) - self.mean).flatten(), 0.0
-        for which in _patches(self.shape, patch):
-            Sigma = self.covariance(which)
-            Sigma = Sigma + noise * torch.eye(len(which)).to(Sigma)
+        for index in _patches(self.shape, patch):
+            Sigma = self._patch_covariances(index)
+            Sigma = Sigma + noise * torch.eye(index.shape[1]).to(Sigma)
             L, info = torch.linalg.cholesky_ex(Sigma)
-            if info.item():
+            if info.any():
                 raise ValueError(
                     "the covariance of a patch is singular to rounding: take smaller patches, or add noise"
                 )
-            normal = torch.distributions.MultivariateNormal(torch.zeros_like(left[which]), scale_tril=L)
-            total += normal.log_prob(left[which]).item()
-        return total / left.numel()
+            there = left[index].to(L)
+            total += torch.distributions.MultivariateNormal(torch.zeros_like(there), scale_tril=L).log_prob(there).sum()
+        return float(total) / left.numel()
+
+    def _patch_covariances(self, index: Tensor) -> Tensor:  # (m, n) -> (m, n, n)
+        """Return the covariances of m patches of n pixels each."""
+        return torch.stack([self._covariance(patch) for patch in index])
 
     def _variance(self) -> Tensor:  # (d_x,)
         return self._covariance(slice(None)).diagonal()
@@ -85,11 +97,17 @@ class BySamples(GaussianImage):
         X = self._moves()[:, patch]
         return X.mT @ X / len(X)
 
+    def _patch_covariances(self, index: Tensor) -> Tensor:  # (m, n) -> (m, n, n)
+        X = self._moves()[:, index].transpose(0, 1)  # (m, S, n)
+        return X.mT @ X / X.shape[1]
 
-def _patches(shape: torch.Size, size: int) -> Iterator[Tensor]:
-    """Yield the numbers of the pixels of each square, channel by channel; those at the edges may be smaller."""
-    numbers = torch.arange(shape.numel()).view(-1, *shape[-2:])
-    for channel in numbers:
-        for rows in channel.split(size, dim=0):
-            for part in rows.split(size, dim=1):
-                yield part.flatten()
+
+def _patches(shape: torch.Size, size: int) -> Iterator[Tensor]:  # (m, n) each
+    """Yield the numbers of the pixels of squares, those of one size together: at the edges they may be smaller.
+
+    Channels are apart; an image with one dimension falls into runs.
+    """
+    numbers = torch.arange(shape.numel()).view(-1, *(shape[-2:] if len(shape) > 1 else (1, *shape)))
+    parts = [part.flatten(1) for rows in numbers.split(size, dim=1) for part in rows.split(size, dim=2)]
+    for n in sorted({part.shape[1] for part in parts}):
+        yield torch.cat([part for part in parts if part.shape[1] == n])

@@ -145,9 +145,17 @@ class ObservationSpacePosterior(FunctionSpacePosterior):
         with torch.no_grad():
             L, R = self._factor()
             alpha = (R @ torch.cholesky_solve(R.mT @ r.unsqueeze(1), L)).squeeze(1)
-        K = self._gram()
-        quadratic = (alpha @ (K @ alpha) + noise @ alpha**2) / 2 - r @ alpha
+        quadratic = (alpha @ (self._gram() @ alpha) + noise @ alpha**2) / 2 - r @ alpha
         return quadratic - (2 * math.pi * noise).log().sum() / 2
+
+    def _gain_at_mode(self) -> float:
+        """Return how much better, in nats, the linear model explains y than the network: it leaves σ² α of y."""
+        with torch.no_grad():
+            left = self.model.data.y[0] - self.model.f()[0]
+            L, R = self._factor()
+            alpha = (R @ torch.cholesky_solve(R.mT @ self._surprise().unsqueeze(1), L)).squeeze(1)
+            noise = self.likelihood.noise.expand_as(left)
+            return ((left**2 / noise).sum() - (noise * alpha**2).sum()).item() / 2
 
     def _surprise(self) -> Tensor:  # y − A μ₀, (d_y,)
         """Return what the prior mean leaves of the measurement; computed once."""
@@ -159,7 +167,16 @@ class ObservationSpacePosterior(FunctionSpacePosterior):
         return self._expected[1]
 
     def _gram(self) -> Tensor:  # A K Aᵀ, (d_y, d_y)
-        return self._measured(self._measured(self.K(self.prior)).mT)
+        """Return the kernel of the measurement, differentiable in the prior; of a linear one from A K_j Aᵀ."""
+        if not isinstance(self.prior, LinearPrior):
+            return self._sandwich(self.K(self.prior))
+        if self._atoms is None:
+            with torch.no_grad():
+                self._atoms = torch.stack([self._sandwich(K_j) for K_j in self.K.atoms(self.prior)])
+        return torch.tensordot(self.prior.coefficients(), self._atoms, 1)
+
+    def _sandwich(self, K: Tensor) -> Tensor:  # A K Aᵀ, (d_x, d_x) -> (d_y, d_y)
+        return self._measured(self._measured(K).mT)
 
     def _measured(self, rows: Tensor) -> Tensor:  # (n, d_x) -> (n, d_y)
         return self.A(rows.view(-1, *self.A.image_shape)).flatten(1)

@@ -2,6 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
+from copy import deepcopy
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional
 
 __all__ = ["Blur", "Fourier", "Mask", "Matrix", "Measurement", "Physics", "as_measurement"]
 
+_TOGETHER = 64  # images that are measured together
 _TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 
 
@@ -25,7 +27,10 @@ class Physics(Protocol):
 
 
 class Measurement(nn.Module, ABC):
-    """An operator of ours: images and measurements have known shapes, and further leading dimensions are batches."""
+    """An operator of ours: images and measurements have known shapes, and further leading dimensions are batches.
+
+    Each shows its adjoint to be one when it is made.
+    """
 
     image_shape: torch.Size
     measured_shape: torch.Size
@@ -65,9 +70,15 @@ class Matrix(Measurement):
     Args:
         M: (m, n), a tensor or a LinearOperator.
         image_shape: of n numbers; (n,) by default.
+        measured_shape: of m numbers; (m,) by default.
     """
 
-    def __init__(self, M: Tensor | LinearOperator, image_shape: tuple[int, ...] | None = None) -> None:
+    def __init__(
+        self,
+        M: Tensor | LinearOperator,
+        image_shape: tuple[int, ...] | None = None,
+        measured_shape: tuple[int, ...] | None = None,
+    ) -> None:
         super().__init__()
         if M.ndim != 2:
             raise ValueError(f"M must have two dimensions, but has shape {tuple(M.shape)}")
@@ -76,17 +87,22 @@ class Matrix(Measurement):
             raise ValueError(
                 f"image_shape {tuple(self.image_shape)} must have {M.shape[1]} pixels, one for each column of M"
             )
-        self.measured_shape = torch.Size((M.shape[0],))
+        self.measured_shape = torch.Size(measured_shape or (M.shape[0],))
+        if self.measured_shape.numel() != M.shape[0]:
+            raise ValueError(
+                f"measured_shape {tuple(self.measured_shape)} must have {M.shape[0]} numbers, one for each row of M"
+            )
         if isinstance(M, LinearOperator):
             self.M = M
         else:
             self.register_buffer("M", M, persistent=False)
+        check_adjoint(self, torch.empty(0, dtype=M.dtype, device=M.device))
 
     def _apply_to(self, x: Tensor) -> Tensor:
-        return _rows(self.M, x.flatten(-len(self.image_shape)))
+        return _rows(self.M, x.flatten(-len(self.image_shape))).unflatten(-1, self.measured_shape)
 
     def _adjoint_to(self, y: Tensor) -> Tensor:
-        return _rows(self.M.mT, y).unflatten(-1, self.image_shape)
+        return _rows(self.M.mT, y.flatten(-len(self.measured_shape))).unflatten(-1, self.image_shape)
 
 
 def _rows(M: Tensor | LinearOperator, x: Tensor) -> Tensor:  # (m, n), (..., n) -> (..., m)
@@ -109,6 +125,7 @@ class Blur(Measurement):
             raise ValueError(f"kernel must have two odd sizes, but has shape {tuple(kernel.shape)}")
         self.register_buffer("kernel", kernel, persistent=False)
         self.image_shape = self.measured_shape = torch.Size(image_shape)
+        check_adjoint(self, kernel)
 
     def _apply_to(self, x: Tensor) -> Tensor:
         return self._convolved(x, self.kernel.flip(0, 1))
@@ -142,6 +159,7 @@ class Fourier(Measurement):
             )
         self.register_buffer("mask", mask, persistent=False)
         self.measured_shape = torch.Size((C, 2, int(mask.sum())))
+        check_adjoint(self, torch.empty(0, device=mask.device))
 
     def _apply_to(self, x: Tensor) -> Tensor:
         z = torch.fft.rfft2(x, norm="ortho")[..., self.mask]
@@ -176,6 +194,7 @@ class Mask(Measurement):
             raise ValueError(f"mask must be boolean with shape {expected}, but is {mask.dtype}, {tuple(mask.shape)}")
         self.register_buffer("mask", mask, persistent=False)
         self.measured_shape = torch.Size((self.image_shape[0], int(mask.sum())))
+        check_adjoint(self, torch.empty(0, device=mask.device))
 
     def _apply_to(self, x: Tensor) -> Tensor:
         return x[..., self.mask]
@@ -205,6 +224,22 @@ class Foreign(Measurement):
         batch = v.shape[: v.ndim - len(shape)]
         out = map_(v.reshape(-1, *shape))
         return out.reshape(*batch, *out.shape[1:])
+
+
+def in_double(A: Measurement, y: Tensor) -> Measurement:  # (1, *measured_shape)
+    """Return a copy in double precision; of what cannot be converted, the matrix, for problems of moderate size.
+
+    Args:
+        A: the operator.
+        y: a measurement, for the dtype that A takes.
+    """
+    if not (isinstance(A, Foreign) or (isinstance(A, Matrix) and isinstance(A.M, LinearOperator))):
+        return deepcopy(A).double()
+    n = A.image_shape.numel()
+    with torch.no_grad():
+        pixels = torch.eye(n, dtype=y.dtype, device=y.device).unflatten(1, A.image_shape)
+        M = torch.cat([A(part) for part in pixels.split(_TOGETHER)]).flatten(1).mT.double()
+    return Matrix(M.contiguous(), A.image_shape, A.measured_shape)
 
 
 def as_measurement(A: Any, y: Tensor) -> Measurement:  # (B, *measured_shape)

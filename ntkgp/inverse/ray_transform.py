@@ -73,7 +73,7 @@ class RayTransform(Measurement):
         if detectors is None:
             detectors = math.ceil(math.sqrt(2) * image_size * pixel_size / spacing)
         _positive(detectors=detectors)
-        return cls(Parallel(_radians(angles), detectors, spacing), image_size, pixel_size, dtype)
+        return cls(Parallel(_radians(angles, math.pi), detectors, spacing), image_size, pixel_size, dtype)
 
     @classmethod
     def fan(
@@ -91,7 +91,7 @@ class RayTransform(Measurement):
 
         Args:
             image_size: pixels in a row and in a column.
-            angles: how many, spread evenly over [0, π), or which, in radians; at zero the source is below the image.
+            angles: how many, spread evenly over [0, 2π), or which, in radians; at zero the source is below the image.
             source_origin: from the source to the centre of rotation.
             source_detector: from the source to the detector.
             detectors: pixels of the detector.
@@ -107,7 +107,7 @@ class RayTransform(Measurement):
             raise ValueError(
                 f"source_origin must be beyond the image's corners at {half:.4g}, but is {source_origin:.4g}"
             )
-        geometry = Fan(_radians(angles), detectors, detector_spacing, source_origin, source_detector)
+        geometry = Fan(_radians(angles, 2 * math.pi), detectors, detector_spacing, source_origin, source_detector)
         return cls(geometry, image_size, pixel_size, dtype)
 
     @property
@@ -128,10 +128,10 @@ class RayTransform(Measurement):
         return filtered_back_projection(y, self.geometry, self.image_size, self.pixel_size)
 
 
-def _radians(angles: Angles) -> Tensor:  # (A,)
+def _radians(angles: Angles, turn: float) -> Tensor:  # (A,)
     if isinstance(angles, int):
         _positive(angles=angles)
-        return torch.arange(angles, dtype=torch.float64) * (math.pi / angles)
+        return torch.arange(angles, dtype=torch.float64) * (turn / angles)
     found = torch.as_tensor(angles, dtype=torch.float64)
     if found.ndim != 1 or len(found) == 0:
         raise ValueError(f"angles must be a number or a list of angles, but has shape {tuple(found.shape)}")

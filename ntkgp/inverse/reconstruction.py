@@ -1,6 +1,5 @@
 """The reconstruction as a Gaussian model: a network trained on one measurement, linearised at its weights."""
 
-from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,26 +12,22 @@ from ntkgp.inverse.classical import CLASSICAL, Classical, classical
 from ntkgp.inverse.deep_image_prior import DeepImagePrior, train
 from ntkgp.inverse.gaussian_image import BySamples, GaussianImage
 from ntkgp.inverse.observation_space import ObservationSpacePosterior, PixelGram
-from ntkgp.inverse.operators import Measurement, as_measurement
+from ntkgp.inverse.operators import Measurement, as_measurement, in_double
 from ntkgp.inverse.predcp import add_predcp
 from ntkgp.inverse.priors import PRIORS
 from ntkgp.inverse.ray_transform import RayTransform
+from ntkgp.inverse.setting import METHODS, PriorChoice, Setting, settled
 from ntkgp.inverse.unet import UNet
 from ntkgp.likelihoods import Gaussian
 from ntkgp.linearization import Linearization
 from ntkgp.posteriors import SampledPosterior, fit
 from ntkgp.posteriors.data import as_source
 from ntkgp.posteriors.model import LinearModel
-from ntkgp.priors import ConvFilterGP, Prior
+from ntkgp.priors import ConvFilterGP
 
 __all__ = ["Reconstruction", "reconstruct"]
 
-TUNINGS = ("evidence", "predcp")
-METHODS = ("auto", "exact", "sampled")
-_EXACT_BYTES = 2 << 30  # that the Jacobians of image and measurement may take for the exact method
-
-
-_NO_PREDCP = 'tune="predcp" is for prior="conv_filter" and method="exact", but the prior is {} and the method {}'
+_KEEP_NOTHING = 0  # bytes for features of the measurement, which the exact posterior does not need
 
 
 class Pixels(nn.Module):
@@ -119,6 +114,9 @@ class Reconstruction(GaussianImage):
     def _covariance(self, patch: Tensor | slice) -> Tensor:  # (n, n)
         return self.posterior.image_covariance()[patch][:, patch]
 
+    def _patch_covariances(self, index: Tensor) -> Tensor:  # (m, n) -> (m, n, n)
+        return self.posterior.image_covariance()[index.unsqueeze(2), index.unsqueeze(1)]
+
 
 class SampledReconstruction(BySamples, Reconstruction):
     """The same model by samples of its posterior, and covariances by averages over them.
@@ -128,6 +126,14 @@ class SampledReconstruction(BySamples, Reconstruction):
     """
 
     posterior: SampledPosterior
+
+    def refine(self, **options: Any) -> "Reconstruction":
+        """Return the reconstruction whose mean is that of the linear model; noise is Gaussian, so samples stay.
+
+        Args:
+            options: of :meth:`SampledPosterior.refine`, as ``steps=5`` to bound the search.
+        """
+        return super().refine(**{"curvature_at": "map"} | options)
 
     def _moves(self) -> Tensor:  # J ζ, (S, d_x)
         with torch.no_grad():
@@ -146,13 +152,14 @@ def reconstruct(
     y: Tensor,
     net: nn.Module | None = ...,
     z: Tensor | None = ...,
-    prior: str | Callable[[Linearization], Prior] | None = ...,
+    prior: PriorChoice | None = ...,
     tune: str | None = ...,
     method: str = ...,
     noise: float | None = ...,
     penalty: float = ...,
     steps: int = ...,
     rate: float = ...,
+    patience: int | None = ...,
     seed: int = ...,
     progress: bool | None = ...,
     **options: Any,
@@ -164,13 +171,14 @@ def reconstruct(
     y: Tensor,
     net: nn.Module | None = None,
     z: Tensor | None = None,
-    prior: str | Callable[[Linearization], Prior] | None = None,
+    prior: PriorChoice | None = None,
     tune: str | None = "evidence",
     method: str = "auto",
     noise: float | None = None,
     penalty: float = 3e-5,
     steps: int = 5000,
     rate: float = 1e-4,
+    patience: int | None = None,
     seed: int = 0,
     progress: bool | None = None,
     **options: Any,
@@ -185,25 +193,28 @@ def reconstruct(
         y: the measurement, (1, *measured_shape).
         net: a network from z to images; by default a :class:`UNet` that ``seed`` initialises.
         z: its input; by default what ``A.fbp`` makes of y, or A_adjoint(y) with unit mean square where there is none.
-        prior: over convolution weights (other parameters have none): "conv_filter", "iid", "layerwise", "g_prior" (in
-            the units of the measurement), or a function of the linearisation; by default "conv_filter" for the exact
-            method and "layerwise" for samples.
+        prior: over convolution weights (other parameters have none, unless there is no convolution): "conv_filter",
+            "iid", "layerwise", "g_prior" (in the units of the measurement), or a function of the linearisation; by
+            default "conv_filter" for the exact method, where there are filters, and "layerwise" for samples.
         tune: "evidence"; "predcp" for type-II MAP with the TV-PredCP hyperprior; None to leave the prior as it is.
         method: "exact"; "sampled", matrix-free, whose evidence is maximised by EM and which knows no PredCP; "auto" for
-            exact if the Jacobians fit 2 GB; or, without network and error bars, "fbp", "tikhonov" and "tv" (see
-            :func:`classical`), which take no argument but ``penalty``.
+            exact if the Jacobian and its Gram matrices fit 2 GB; or, without network and error bars, "fbp", "tikhonov"
+            and "tv" (see :func:`classical`), which take no argument but ``penalty``.
         noise: σ², the variance of the measurement's noise; None to learn it, starting at the network's residual.
         penalty: γ, of total variation while training.
         steps: of training.
         rate: of training.
-        seed: of the default network.
+        patience: stop training after so many steps without a better loss; None to take all steps.
+        seed: of the default network, and of the samples.
         progress: whether to show bars; by default in a terminal.
-        options: of the Gaussian model, see :func:`linearized`.
+        options: ``tuning_steps``, see :func:`linearized`, and those of :class:`SampledPosterior` for samples.
 
     Raises:
-        ValueError: if a name is not known, or a shape does not fit.
+        TypeError: if an option is not known.
+        ValueError: if a name is not known, a shape does not fit, or choices do not go together.
     """
-    _check_names(prior, tune, method, (*METHODS, *CLASSICAL))
+    if method not in (*METHODS, *CLASSICAL):
+        raise ValueError(f"method must be one of {', '.join((*METHODS, *CLASSICAL))}, but is {method!r}")
     operator = as_measurement(A, y)
     if method in CLASSICAL:
         return classical(operator, y, method, penalty)
@@ -214,26 +225,20 @@ def reconstruct(
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             net = UNet(in_channels=operator.image_shape[0], out_channels=operator.image_shape[0]).to(y)
-    if tune == "predcp" and not _is_exact(method, operator, net):
-        raise ValueError(_NO_PREDCP.format(prior or "conv_filter", "sampled"))  # before hours of training
-    dip = train(operator, y, net, _input(operator, y) if z is None else z, penalty, steps, rate, progress=progress)
-    return linearized(dip, operator, y, prior, tune, method, noise, penalty, progress=progress, **options)
-
-
-def _check_names(prior: Any, tune: str | None, method: str, methods: tuple[str, ...] = METHODS) -> None:
-    if tune is not None and tune not in TUNINGS:
-        raise ValueError(f"tune must be one of {', '.join(TUNINGS)} or None, but is {tune!r}")
-    if isinstance(prior, str) and prior not in PRIORS:
-        raise ValueError(f"prior must be one of {', '.join(PRIORS)} or a function, but is {prior!r}")
-    if method not in methods:
-        raise ValueError(f"method must be one of {', '.join(methods)}, but is {method!r}")
+    tuning_steps = options.pop("tuning_steps", None)
+    setting = settled(operator, net, prior, tune, method, noise, penalty, options)  # before hours of training
+    if not setting.exact:
+        setting.options.setdefault("seed", seed)
+    z = _input(operator, y) if z is None else z
+    dip = train(operator, y, net, z, penalty, steps, rate, patience=patience, progress=progress)
+    return _linearized(dip, operator, y, setting, tuning_steps, progress)
 
 
 def linearized(
     dip: DeepImagePrior,
     A: Measurement,
     y: Tensor,
-    prior: str | Callable[[Linearization], Prior] | None = None,
+    prior: PriorChoice | None = None,
     tune: str | None = "evidence",
     method: str = "auto",
     noise: float | None = None,
@@ -257,43 +262,44 @@ def linearized(
         progress: whether to show bars.
         options: of :class:`SampledPosterior`.
     """
-    _check_names(prior, tune, method)
-    exact = _is_exact(method, A, dip.net)
-    dtype = torch.float64 if exact else y.dtype
-    net, operator = deepcopy(dip.net).to(dtype).requires_grad_(True), deepcopy(A).to(dtype)
+    setting = settled(A, dip.net, prior, tune, method, noise, penalty, options)
+    return _linearized(dip, A, y, setting, tuning_steps, progress)
+
+
+def _linearized(
+    dip: DeepImagePrior, A: Measurement, y: Tensor, setting: Setting, tuning_steps: int | None, progress: bool | None
+) -> Reconstruction:
+    dtype = torch.float64 if setting.exact else y.dtype
+    net = deepcopy(dip.net).to(dtype).requires_grad_(True)
+    operator = in_double(A, y) if setting.exact else deepcopy(A)
     z, y = dip.z.to(dtype), y.to(dtype)
-    names = [f"net.{name}.weight" for name, module in net.named_modules() if isinstance(module, nn.Conv2d)]
+    names = [f"net.{name}" for name in setting.parameters]
     measured, pixels = (
         Linearization(part, parameters=names, example=z) for part in (Measured(net, operator), Pixels(net))
     )
     with torch.no_grad():
         residual = (operator(net(z)) - y).square().mean().item()
-    likelihood = Gaussian(residual if noise is None else noise, learn_noise=noise is None).to(dtype)
-    prior = prior or ("conv_filter" if exact else "layerwise")
+    noise = residual if setting.noise is None else setting.noise
+    likelihood = Gaussian(noise, learn_noise=setting.noise is None).to(dtype)
+    prior = setting.prior
     chosen = PRIORS[prior](measured, net) if isinstance(prior, str) else prior(measured)
-    if tune == "predcp" and not (exact and isinstance(chosen, ConvFilterGP)):
-        raise ValueError(_NO_PREDCP.format(type(chosen).__name__, "exact" if exact else "sampled"))
     data = z, y.flatten(1)
-    if exact:
-        model = LinearModel(measured, as_source(data, measured, likelihood), likelihood, memory_budget=0)
+    if setting.exact:
+        model = LinearModel(measured, as_source(data, measured, likelihood), likelihood, _KEEP_NOTHING)
         posterior = ObservationSpacePosterior(model, chosen, likelihood, K=PixelGram(pixels, z), A=operator)
         posterior._prepare()
         found = Reconstruction(dip, operator, posterior, pixels)
-        if tune == "predcp":
-            rate = penalty * y.numel() / (2 * residual)
+        if setting.tune == "predcp":
+            if not isinstance(chosen, ConvFilterGP):
+                raise ValueError(f'tune="predcp" is for a ConvFilterGP, but prior returned a {type(chosen).__name__}')
+            rate = setting.penalty * y.numel() / (2 * noise)
             add_predcp(chosen, posterior.K.atoms(chosen), found.mean[0], rate)
     else:
-        posterior = fit(measured, data, likelihood, "sampled", chosen, tune=False, **options)
+        posterior = fit(measured, data, likelihood, "sampled", chosen, tune=False, **setting.options)
         found = SampledReconstruction(dip, operator, posterior, pixels)
-    if tune is not None:
-        found.posterior.tune(steps=tuning_steps or (100 if exact else 5), progress=progress)
+    if setting.tune is not None:
+        found.posterior.tune(steps=tuning_steps or (100 if setting.exact else 5), progress=progress)
     return found
-
-
-def _is_exact(method: str, A: Measurement, net: nn.Module) -> bool:
-    weights = sum(m.weight.numel() for m in net.modules() if isinstance(m, nn.Conv2d))
-    bytes_ = (A.image_shape.numel() + A.measured_shape.numel()) * weights * 8
-    return method == "exact" or (method == "auto" and bytes_ <= _EXACT_BYTES)
 
 
 def _input(A: Measurement, y: Tensor) -> Tensor:  # (1, *image_shape)

@@ -159,6 +159,10 @@ class NTKKernel(gpytorch.kernels.Kernel):
             return self.gram(self._unflatten(x1), self._unflatten(x2))
         return K.to_dense()
 
+    def row_blocks(self, x: Tensor) -> Tensor:  # (N, D) -> (*batch of the prior, N, C, C)
+        """Return k(x_n, x_n) for rows, as ``forward`` takes them."""
+        return self.blocks(self._unflatten(x))
+
     def num_outputs_per_input(self, x1: Tensor, x2: Tensor) -> int:
         """Return C."""
         self.lin.learn(self._unflatten(x1))

@@ -3,15 +3,18 @@
 from ntkgp.likelihoods.base import Expansion, Likelihood, Moments
 from ntkgp.likelihoods.blocks import SiteBlocks
 from ntkgp.likelihoods.counts import Poisson
+from ntkgp.likelihoods.expectations import Expectation, expected
 from ntkgp.likelihoods.factorized import FactorizedLikelihood, ScalarLikelihood
 from ntkgp.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
 from ntkgp.likelihoods.labels import Bernoulli, Categorical
+from ntkgp.likelihoods.tilted import tilted
 
 __all__ = [
     "LIKELIHOODS",
     "Bernoulli",
     "Categorical",
     "Expansion",
+    "Expectation",
     "FactorizedLikelihood",
     "Gaussian",
     "HeteroscedasticGaussian",
@@ -20,6 +23,8 @@ __all__ = [
     "Poisson",
     "ScalarLikelihood",
     "SiteBlocks",
+    "expected",
+    "tilted",
 ]
 
 LIKELIHOODS = {

@@ -3,23 +3,18 @@
 import math
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import gpytorch
 import torch
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
-from numpy.polynomial.hermite_e import hermegauss
 from torch import Tensor
 from torch.distributions import Distribution
 
-from ntkgp.likelihoods.blocks import SiteBlocks, from_sites
+from ntkgp.likelihoods.blocks import SiteBlocks
 
 __all__ = ["Expansion", "Likelihood", "Moments"]
-
-
-_QUADRATURE = 32  # nodes on a line
 
 
 @dataclass(frozen=True)
@@ -212,41 +207,14 @@ class Likelihood(gpytorch.likelihoods.Likelihood):
 
     def weighted_log_prob(self, y: Tensor, f: Tensor, weights: Tensor | None = None) -> Tensor:  # ()
         """Return Σ_n w_n log p(y_n | f_n)."""
-        value = self._site_log_prob(y, f)
+        value = self.site_log_prob(y, f)
         if weights is not None:
             value = value * (weights if weights.ndim == 2 else weights.unsqueeze(-1))
         return value.sum()
 
-    def _site_log_prob(self, y: Tensor, f: Tensor) -> Tensor:  # (N, T)
+    def site_log_prob(self, y: Tensor, f: Tensor) -> Tensor:  # (..., N, T)
+        """Return log p(y | f) of every site."""
         return self.log_prob(y, f).unsqueeze(-1)
-
-    def nodes(
-        self, blocks: Tensor, num_samples: int, seed: int
-    ) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:  # blocks: (N, C, C)
-        """Return how to average over Gaussians with these covariances: nodes, weights, and node -> f − mean, (N, C).
-
-        Sites of one output are integrated by Gauss-Hermite quadrature, each by itself; larger ones by draws.
-        """
-        C = blocks.shape[-1]
-        k = self.site_size(C)
-        if k == 1:
-            x, w = hermegauss(_QUADRATURE)
-            std = blocks.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
-            return std.new_tensor(x), std.new_tensor(w / w.sum()), lambda node: node * std
-        sites = blocks.unflatten(-1, (k, -1)).unflatten(-3, (k, -1)).diagonal(dim1=-3, dim2=-1).movedim(-1, -3)
-        values, vectors = torch.linalg.eigh(sites)  # (N, T, k, k)
-        # Symmetric: eigenvectors change sign and order from one call to the next, and the draws would change with them.
-        root = (vectors * values.clamp(min=0).sqrt().unsqueeze(-2)) @ vectors.mT
-        generator = torch.Generator(blocks.device).manual_seed(seed)
-        half = torch.randn(
-            (num_samples + 1) // 2, *sites.shape[:-1], generator=generator, dtype=blocks.dtype, device=blocks.device
-        )
-        draws = torch.cat([half, -half])  # antithetic
-        return (
-            draws,
-            draws.new_full((len(draws),), 1 / len(draws)),
-            lambda node: from_sites((root @ node.unsqueeze(-1)).squeeze(-1)),
-        )
 
     # As GPyTorch calls it: latent distributions over N values (C = 1), or N x C
 

@@ -40,7 +40,7 @@ class FactorizedLikelihood(Likelihood):
 
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:  # (N, T), (..., N, C) -> (..., N)
         """Return log p(y | f) of every point."""
-        return self._site_log_prob(y, f).sum(-1)
+        return self.site_log_prob(y, f).sum(-1)
 
     def residual(self, y: Tensor, f: Tensor) -> Tensor:  # (..., N, C)
         """Return r."""
@@ -68,7 +68,8 @@ class FactorizedLikelihood(Likelihood):
             raise ValueError(f"y must hold {T} value{'s' * (T > 1)} for each point, but has shape {tuple(y.shape)}")
         return y.reshape(len(y), T)
 
-    def _site_log_prob(self, y: Tensor, f: Tensor) -> Tensor:  # (..., N, T)
+    def site_log_prob(self, y: Tensor, f: Tensor) -> Tensor:  # (..., N, T)
+        """Return log p(y_t | f_t)."""
         return self._log_prob(y, self._sites(f))
 
     def _sites(self, f: Tensor) -> Tensor:  # (..., C) -> (..., T, k)
@@ -88,7 +89,7 @@ class ScalarLikelihood(FactorizedLikelihood):
         """Return E[log p(y | f)] of every point; only the variances of its outputs matter."""
         mean, blocks = point_marginals(function_dist)
         y = self._by_point(observations, function_dist)
-        return self._expectation(lambda f: self._site_log_prob(y, f), mean, blocks).sum(-1)
+        return self._expectation(lambda f: self.site_log_prob(y, f), mean, blocks).sum(-1)
 
     def log_marginal(
         self, observations: Tensor, function_dist: MultivariateNormal, *args: Any, **kwargs: Any
@@ -98,7 +99,7 @@ class ScalarLikelihood(FactorizedLikelihood):
         if mean.shape[-1] > 1:  # correlated outputs
             return super().log_marginal(observations, function_dist)
         y = self._by_point(observations, function_dist)
-        return self._expectation(lambda f: self._site_log_prob(y, f).exp(), mean, blocks).sum(-1).log()
+        return self._expectation(lambda f: self.site_log_prob(y, f).exp(), mean, blocks).sum(-1).log()
 
     def _expectation(self, function: Callable[[Tensor], Tensor], mean: Tensor, blocks: Tensor) -> Tensor:
         """Integrate a function of each output over its Gaussian."""

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ntkgp.linearization.inputs import Input
 from ntkgp.linearization.layout import ParameterLayout
 
-__all__ = ["Snapshot"]
+__all__ = ["CallConvention", "Snapshot"]
 
 _COMPILED = "_orig_mod"  # where torch.compile keeps the eager module
 Selection = None | Callable[[str, nn.Parameter], bool] | Sequence[str]
@@ -53,7 +53,7 @@ class Snapshot:
         self.layout = ParameterLayout(
             tuple(self.parameters), tuple(parameter.shape for parameter in self.parameters.values())
         )
-        self._unpack = _CallConvention.of(self.module)
+        self._unpack = CallConvention.of(self.module)
         self._has_rnn = any(isinstance(module, nn.RNNBase) for module in self.module.modules())
 
     @property
@@ -168,14 +168,15 @@ def _select(named: dict[str, nn.Parameter], selection: Selection) -> set[str]:
 
 
 @dataclass(frozen=True)
-class _CallConvention:
+class CallConvention:
     """How ``forward`` wants its input: a dict by keywords if its keys are arguments, a tuple by position if it fits."""
 
     names: frozenset[str]
     positional: float
 
     @classmethod
-    def of(cls, module: nn.Module) -> "_CallConvention":
+    def of(cls, module: nn.Module) -> "CallConvention":
+        """Read what the module's ``forward`` takes."""
         parameters = inspect.signature(module.forward).parameters
         kinds = [p.kind for p in parameters.values()]
         by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -183,6 +184,7 @@ class _CallConvention:
         return cls(frozenset(parameters), inf if unlimited else sum(kind in by_position for kind in kinds))
 
     def __call__(self, x: Input) -> tuple[tuple, dict]:
+        """Return positional and keyword arguments."""
         if isinstance(x, dict) and self.names.issuperset(x):
             return (), x
         if isinstance(x, tuple | list) and self.positional >= len(x) > 1:

@@ -182,14 +182,14 @@ class PositionsTerm:
     def tile(self, rows: slice, cols: slice) -> Tensor:  # (n C, m C)
         """Return the share of these points, a few rows at a time: pairs of positions take T² the space."""
         G1, A1, G2, A2 = self.G1[rows], self.A1[rows], self.G2[cols], self.A2[cols]
-        m, C, T, _ = G2.shape
-        step = max(1, _PAIR_ELEMENTS // (m * C * C * T * T))
+        C, (m, D, T, _) = G1.shape[1], G2.shape
+        step = max(1, _PAIR_ELEMENTS // (m * C * D * T * T))
         parts = []
         for g, a in zip(G1.split(step), A1.split(step), strict=True):
             n = len(g)
-            pairs = (g.flatten(0, 2) @ G2.flatten(0, 2).mT).view(n, C, T, m, C, T)
+            pairs = (g.flatten(0, 2) @ G2.flatten(0, 2).mT).view(n, C, T, m, D, T)
             inputs = self.s * _inner(a.flatten(0, 1), A2.flatten(0, 1)) + self.b
-            parts.append((pairs * inputs.view(n, 1, T, m, 1, T)).sum((2, 5)).view(n * C, m * C))
+            parts.append((pairs * inputs.view(n, 1, T, m, 1, T)).sum((2, 5)).view(n * C, m * D))
         return torch.cat(parts)
 
     def add_to(self, K: Tensor, rows: slice, cols: slice, fresh: bool, work: Tensor) -> None:  # (n C, m C)

@@ -6,21 +6,27 @@ from ntkgp.posteriors.diagonal import DiagonalPosterior
 from ntkgp.posteriors.fit import fit
 from ntkgp.posteriors.full import FullPosterior
 from ntkgp.posteriors.function_space import FunctionSpacePosterior
+from ntkgp.posteriors.given import GivenDiagonalPosterior
+from ntkgp.posteriors.inducing import Inducing
 from ntkgp.posteriors.kronecker import KroneckerPosterior
 from ntkgp.posteriors.low_rank import LowRankPosterior
 from ntkgp.posteriors.prediction import Prediction
 from ntkgp.posteriors.sampled import SampledPosterior
+from ntkgp.posteriors.sparse import VariationalPosterior
 from ntkgp.posteriors.storage import load
 
 __all__ = [
     "DiagonalPosterior",
     "FullPosterior",
     "FunctionSpacePosterior",
+    "GivenDiagonalPosterior",
+    "Inducing",
     "KroneckerPosterior",
     "LowRankPosterior",
     "Posterior",
     "Prediction",
     "SampledPosterior",
+    "VariationalPosterior",
     "fit",
     "load",
     "subnetworks",

@@ -331,6 +331,17 @@ class Posterior(gpytorch.Module):
         self._last_mode = mode.delta  # where the next search, under other hyperparameters, starts
         return mode
 
+    def _gain_at_mode(self) -> float | None:
+        """Return how much better, in nats, the linear model explains the data than the network.
+
+        The mode is that of the last search, which tuning ends one step after: another would cost as much as a step.
+        """
+        if self._last_mode is None:
+            return None
+        with torch.no_grad():
+            here = torch.zeros_like(self._last_mode)
+            return (self._log_likelihood(self._last_mode) - self._log_likelihood(here)).item()
+
     def search(self, solver: str = "newton", **options: Any) -> Mode:
         """Return the mode of the linear model within a tolerance, where that is cheaper than exactly.
 

@@ -20,6 +20,7 @@ from ntkgp.posteriors.kronecker import KroneckerPosterior
 from ntkgp.posteriors.low_rank import LowRankPosterior
 from ntkgp.posteriors.model import LinearModel
 from ntkgp.posteriors.sampled import SampledPosterior
+from ntkgp.posteriors.sparse import VariationalPosterior
 from ntkgp.posteriors.subnetworks import LargestVariance, Subnetwork
 from ntkgp.posteriors.subsets import Random, Selector
 from ntkgp.priors import Diagonal, GPrior, Grouped, Isotropic, Prior
@@ -33,7 +34,7 @@ STRUCTURES: dict[str, type[Posterior]] = {
     "low_rank": LowRankPosterior,
     "sampled": SampledPosterior,
 }
-METHODS = ("auto", "function", *STRUCTURES, "last_layer", "subnetwork")
+METHODS = ("auto", "function", "variational", *STRUCTURES, "last_layer", "subnetwork")
 PRIORS = {
     "isotropic": Isotropic,
     "layerwise": lambda lin: Grouped(lin, by="layer"),
@@ -63,9 +64,10 @@ def fit(
 
     Args:
         net: the network, or its linearisation.
-        data: (X, y), a Dataset or a DataLoader; a loader is streamed by the weight-space methods.
+        data: (X, y), a Dataset or a DataLoader; a loader is streamed by "variational" and the weight-space methods.
         likelihood: "gaussian", "heteroscedastic", "bernoulli", "categorical", "poisson", or an object.
-        method: "function" for the Gaussian process; "full", "kron", "diag", "low_rank" over the weights; "last_layer"
+        method: "function" for the Gaussian process; "variational" for a sparse one, through ``num_inducing`` of its
+            values, see :class:`VariationalPosterior`; "full", "kron", "diag", "low_rank" over the weights; "last_layer"
             and "subnetwork" over some of them; "auto" for the cheapest exact one that fits the memory, and a subset of
             the data where none does: ``posterior.reason`` says which and why.
         prior: "isotropic", "layerwise", "normalized", "diagonal", "g_prior" (in the units of the data: one more pass
@@ -78,7 +80,8 @@ def fit(
         outputs: which outputs, or combinations of outputs, to model, for networks with very many.
         memory_budget: bytes that features and matrices may take.
         progress: whether to show bars; by default in a terminal.
-        options: of the posterior's structure: ``damped`` for "kron", ``rank`` for "low_rank".
+        options: of the posterior's structure: ``damped`` for "kron", ``rank`` for "low_rank"; ``num_inducing``,
+            ``inducing``, ``mean``, ``objective``, ``epochs``, ``seed`` ... for "variational".
 
     Raises:
         TypeError: if an argument is of the wrong kind.
@@ -92,7 +95,7 @@ def fit(
         raise ValueError(f'tune must be True, False or "auto", but is {tune!r}')
     if subset is not None and method not in ("auto", "function"):
         raise ValueError(f'subset is for method="function", but method is {method!r}')
-    lin, likelihood = _linearization(net, data, outputs), _likelihood(likelihood)
+    lin, likelihood = _linearization(net, data, outputs), as_likelihood(likelihood)
     likelihood.to(device=lin.device, dtype=lin.dtype)
     if method == "last_layer":
         lin = last_layer(lin)
@@ -109,6 +112,8 @@ def fit(
     )
     posterior = _build(model, prior, likelihood, choice, structure, subnetwork, options)
     posterior.reason = choice.reason
+    if isinstance(posterior, VariationalPosterior):
+        posterior.progress = progress
     if tune is True or (tune == "auto" and named):
         posterior.tune(progress=progress)
     posterior._prepare()
@@ -168,6 +173,8 @@ def _build(
             points = Random(choice.subset) if isinstance(choice.subset, int) else choice.subset
             model = model.with_source(points(model, prior))
         return _made(FunctionSpacePosterior, model, prior, likelihood, options)
+    if choice.method == "variational":
+        return _made(VariationalPosterior, model, prior, likelihood, options)
     if choice.method == "subnetwork" and not isinstance(subnetwork, list | tuple):
         if subnetwork is None:
             raise ValueError("subnetwork must say how many or which weights are random, but is None")
@@ -193,11 +200,11 @@ def _linearization(net: Any, data: Any, outputs: Any) -> Linearization:
     if not isinstance(net, nn.Module | Linearization):
         raise TypeError(f"net must be a torch.nn.Module or a Linearization, but is a {type(net).__name__}")
     lin = net if isinstance(net, Linearization) else Linearization(net)
-    lin.learn(_first_input(data))
+    lin.learn(first_input(data))
     return lin if outputs is None else lin.select(outputs)
 
 
-def _first_input(data: Any) -> Any:
+def first_input(data: Any) -> Any:
     """Return an example input, to learn shapes from."""
     if isinstance(data, tuple | list) and len(data) == 2:
         return data[0]
@@ -213,7 +220,8 @@ def _first_input(data: Any) -> Any:
     raise TypeError(f"data must be (X, y), a Dataset or a DataLoader, but is a {type(data).__name__}")
 
 
-def _likelihood(likelihood: str | Likelihood) -> Likelihood:
+def as_likelihood(likelihood: str | Likelihood) -> Likelihood:
+    """Return the likelihood, or the one of this name."""
     if isinstance(likelihood, Likelihood):
         return likelihood
     if not isinstance(likelihood, str):

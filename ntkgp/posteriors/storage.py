@@ -22,11 +22,15 @@ from ntkgp.posteriors.data import Data
 from ntkgp.posteriors.diagonal import DiagonalPosterior
 from ntkgp.posteriors.full import FullPosterior
 from ntkgp.posteriors.function_space import FunctionSpacePosterior
+from ntkgp.posteriors.given import GivenDiagonalPosterior
+from ntkgp.posteriors.inducing import Inducing
 from ntkgp.posteriors.kronecker import KroneckerPosterior
 from ntkgp.posteriors.low_rank import LowRankPosterior
 from ntkgp.posteriors.model import LinearModel
 from ntkgp.posteriors.sampled import SampledPosterior
+from ntkgp.posteriors.sparse import VariationalPosterior
 from ntkgp.posteriors.weight_space import WeightSpacePosterior
+from ntkgp.posteriors.whitened import Natural
 from ntkgp.priors import ConvFilterGP, GPrior, Grouped, Prior
 
 __all__ = ["load", "save"]
@@ -36,7 +40,7 @@ _POSTERIORS: dict[str, type[Posterior]] = {
     kind.method: kind
     for kind in (
         *(FunctionSpacePosterior, FullPosterior, KroneckerPosterior, DiagonalPosterior),
-        *(LowRankPosterior, SampledPosterior),
+        *(LowRankPosterior, SampledPosterior, VariationalPosterior, GivenDiagonalPosterior),
     )
 }
 _PRIORS = ("Isotropic", "Grouped", "Diagonal", "Kronecker", "ConvFilterGP", "GPrior")
@@ -127,7 +131,10 @@ def _described(posterior: Posterior) -> tuple[dict[str, Any], dict[str, Tensor]]
     meta["example"] = _put_input(tensors, "example", example)
     if lin.outputs is not None:
         tensors["outputs"] = lin.outputs
-    for name, value in (("shift", posterior.shift), *posterior._options.items()):
+    if isinstance(posterior, VariationalPosterior):
+        meta |= _put_process(tensors, posterior)
+    shift = None if isinstance(posterior, VariationalPosterior) else posterior.shift
+    for name, value in (("shift", shift), *posterior._options.items()):
         if isinstance(value, Tensor):
             tensors[name] = value
     if posterior.sites is not None:
@@ -147,6 +154,26 @@ def _put_input(tensors: dict[str, Tensor], prefix: str, x: Any) -> Any:
     """Store the tensors of an input; return its structure."""
     tensors |= {f"{prefix}.{i}": leaf for i, leaf in enumerate(leaves(x))}
     return list(x) if isinstance(x, dict) else len(x) if isinstance(x, tuple | list) else "tensor"
+
+
+def _put_process(tensors: dict[str, Tensor], posterior: VariationalPosterior) -> dict[str, Any]:
+    """Store inducing values and q; return what tells of them."""
+    q, inducing = posterior._q(), posterior.inducing
+    tensors |= {"q.P": q.P, "q.h": q.h}
+    if inducing.outputs is not None:
+        tensors["inducing_outputs"] = inducing.outputs
+    return {"inducing": _put_input(tensors, "inducing", inducing.x), "num_data": posterior.process.N}
+
+
+def _get_process(
+    meta: dict[str, Any], tensors: dict[str, Tensor], model: LinearModel, prior: Prior, likelihood: Likelihood
+) -> VariationalPosterior:
+    inducing = Inducing(_get_input(tensors, "inducing", meta["inducing"]), tensors.get("inducing_outputs"))
+    options = {"batch_size": None} | meta["options"]  # what is None is not written
+    posterior = VariationalPosterior(model, prior, likelihood, inducing=inducing, **options)
+    posterior.process.N = meta["num_data"]
+    posterior.settle(Natural(tensors["q.P"], tensors["q.h"]))
+    return posterior
 
 
 def _get_input(tensors: dict[str, Tensor], prefix: str, structure: Any) -> Any:
@@ -219,7 +246,11 @@ def _rebuilt(
     model = LinearModel(lin, source, likelihood, meta["memory_budget"])
     options = meta["options"] | ({"index": tensors["index"]} if "index" in tensors else {})
     sites = SiteBlocks(tensors["sites"]) if "sites" in tensors else None
-    posterior = _POSTERIORS[meta["method"]](model, prior, likelihood, tensors.get("shift"), sites, **options)
+    posterior: Posterior
+    if meta["method"] == VariationalPosterior.method:
+        posterior = _get_process(meta, tensors, model, prior, likelihood)
+    else:
+        posterior = _POSTERIORS[meta["method"]](model, prior, likelihood, tensors.get("shift"), sites, **options)
     posterior.reason, posterior.history = meta["reason"], meta["history"]
     if isinstance(posterior, KroneckerPosterior):
         names = [name.removeprefix("kron.G.") for name in tensors if name.startswith("kron.G.")]

@@ -16,7 +16,7 @@ from ntkgp.posteriors.data import as_source, gather
 if TYPE_CHECKING:
     from ntkgp.posteriors.base import Posterior
 
-__all__ = ["hidden", "squared_errors", "tune"]
+__all__ = ["hidden", "log_hyperprior", "settings", "squared_errors", "tune"]
 
 P = TypeVar("P", bound="Posterior")
 _FAR = 1.0  # nats a target
@@ -139,7 +139,7 @@ class Objective:
         return self.curvature._log_det()
 
     def __call__(self) -> Tensor:
-        return self.log_joint() - self.log_det() / 2 + _log_hyperprior(self.posterior)
+        return self.log_joint() - self.log_det() / 2 + log_hyperprior(self.posterior)
 
 
 def _climb(
@@ -202,19 +202,17 @@ def squared_errors(posterior: "Posterior", delta: Tensor) -> tuple[Tensor, Tenso
 
 
 def _log(posterior: "Posterior", found: dict[str, Any], bar: tqdm) -> None:
-    posterior.history.append(found | _settings(posterior))
+    posterior.history.append(found | settings(posterior))
     bar.set_postfix(log_evidence=f"{found['log_evidence']:.4g}")
     bar.update()
 
 
 def _warn_if_far(posterior: "Posterior") -> None:
     """Say so if the tuned linear model explains the data far better than the network, where the mean still is."""
-    delta = posterior._last_mode  # of the last step but one: another search would cost as much as a step
-    if delta is None:
+    gain = posterior._gain_at_mode()
+    if gain is None:
         return
-    with torch.no_grad():
-        total = posterior._log_likelihood(delta) - posterior._log_likelihood(torch.zeros_like(delta))
-        gain = total.item() / sum(chunk.data.y.numel() for chunk in posterior.model)
+    gain /= sum(chunk.data.y.numel() for chunk in posterior.model)
     if gain > _FAR:
         warnings.warn(
             f"the mode of the linear model gains {gain:.1f} nats a target over the network itself: the network is not "
@@ -224,7 +222,8 @@ def _warn_if_far(posterior: "Posterior") -> None:
         )
 
 
-def _log_hyperprior(posterior: "Posterior") -> Tensor | float:
+def log_hyperprior(posterior: "Posterior") -> Tensor | float:
+    """Return the log density of the hyperparameters that have a prior of their own."""
     total: Tensor | float = 0.0
     for _, module, prior, closure, _ in posterior.named_priors():
         total = total + prior.log_prob(closure(module)).sum()
@@ -243,14 +242,15 @@ def _on_validation(posterior: "Posterior", validation: Any, grid: Tensor | None,
     for factor in tqdm(grid.tolist(), desc="tune", disable=hidden(progress)):
         prior.precision = start * factor
         scores.append(posterior.predict(data.x).log_prob(data.y).mean().item())
-        posterior.history.append({"validation_log_prob": scores[-1]} | _settings(posterior))
+        posterior.history.append({"validation_log_prob": scores[-1]} | settings(posterior))
     if all(score != score for score in scores):
         raise RuntimeError("the validation score is not a number for any precision of the grid")
     best = max(range(len(scores)), key=lambda i: scores[i] if scores[i] == scores[i] else -float("inf"))
     prior.precision = start * grid[best].item()
 
 
-def _settings(posterior: "Posterior") -> dict[str, Any]:
+def settings(posterior: "Posterior") -> dict[str, Any]:
+    """Return precisions and noise, for the history."""
     found = {}
     for name in ("precision", "noise"):
         for owner in (posterior.prior, posterior.likelihood):

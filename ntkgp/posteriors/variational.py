@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from ntkgp.likelihoods import SiteBlocks
+from ntkgp.likelihoods import SiteBlocks, expected
 from ntkgp.posteriors.full import FullPosterior
 from ntkgp.posteriors.function_space import FunctionSpacePosterior
 from ntkgp.posteriors.mode import Certificate
-from ntkgp.posteriors.model import Chunk
 from ntkgp.posteriors.weight_space import WeightSpacePosterior
 
 if TYPE_CHECKING:
@@ -89,24 +88,11 @@ def _expectations(posterior: "Posterior", delta: Tensor, num_samples: int, seed:
     """Return E_q[r], (N, C), and E_q[Λ], (N, T, k, k), at the training points."""
     residuals, curvatures = [], []
     for chunk in posterior.model:
-        r, Lambda = _chunk_expectations(posterior, chunk, delta, num_samples, seed)
-        residuals.append(r)
-        curvatures.append(Lambda)
+        mean, blocks, data = posterior._moved(chunk, delta), posterior._blocks(chunk.F), chunk.data
+        E = expected(posterior.likelihood, data.y, mean, blocks, data.weights, num_samples, seed)
+        residuals.append(E.r)
+        curvatures.append(E.curvature.values)
     return torch.cat(residuals), torch.cat(curvatures)
-
-
-def _chunk_expectations(
-    posterior: "Posterior", chunk: Chunk, delta: Tensor, num_samples: int, seed: int
-) -> tuple[Tensor, Tensor]:
-    mean, blocks = posterior._moved(chunk, delta), posterior._blocks(chunk.F)
-    nodes, weights, roots = posterior.likelihood.nodes(blocks, num_samples, seed)
-    r: Tensor | float = 0.0
-    Lambda: Tensor | float = 0.0
-    for node, weight in zip(nodes, weights, strict=True):
-        E = posterior.likelihood.expand(chunk.data.y, mean + roots(node), chunk.data.weights)
-        r = r + weight * E.r
-        Lambda = Lambda + weight * E.curvature.values
-    return r, Lambda  # type: ignore[return-value]
 
 
 def psd_root(curvatures: Tensor) -> Tensor:  # (..., k, k)

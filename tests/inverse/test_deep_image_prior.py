@@ -56,6 +56,17 @@ def test_training_fits_the_measurement_and_leaves_the_network_alone():
     assert again.losses == found.losses
 
 
+def test_progress_is_shown_when_asked_for(capsys):
+    A, _, y, net = problem()
+    train(A, y, net, A.fbp(y), steps=3, progress=True)
+    told = capsys.readouterr().err
+    assert "deep image prior" in told
+    assert "3/3" in told
+    assert "loss" in told
+    train(A, y, net, A.fbp(y), steps=3, progress=False)
+    assert capsys.readouterr().err == ""
+
+
 def test_patience_ends_a_run_that_no_longer_gains():
     A, _, y, net = problem()
     found = train(A, y, net, A.fbp(y), steps=500, rate=1.0, patience=5)

@@ -72,6 +72,7 @@ def test_variance_is_the_trace_and_stripes_are_looked_along(float64):
         ({"criterion": "entropy"}, "criterion must be one of information, variance, but is 'entropy'"),
         ({"noise": 0.0}, "noise must be positive, but is 0.0"),
         ({"count": 6, "taken": (1,)}, "count must be from 1 to the 5 candidates left, but is 6"),
+        ({"taken": (1, 6)}, r"taken must be numbers of the 6 candidates, but has \[6\]"),
         ({"samples": torch.zeros(1, 1, SIZE, SIZE)}, "samples must be at least 2, but are 1"),
     ],
 )

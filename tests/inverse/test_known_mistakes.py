@@ -72,14 +72,37 @@ def test_a_preconditioner_is_symmetric_and_positive(float64):
     assert torch.linalg.eigvalsh(P)[0] > 0
 
 
+def test_the_preconditioner_of_reconstructions_is_symmetric_and_positive(float64):
+    A = RayTransform.parallel(8, 4)
+    torch.manual_seed(1)
+    net = UNet(channels=3, scales=2, skip=2)
+    sampled = reconstruct(
+        A, A(torch.rand(1, 1, 8, 8)), net, steps=2, tune=None, noise=0.01, method="sampled", sketch=20
+    )
+    P = sampled.posterior._precondition(torch.eye(sampled.pixels.num_params))
+    assert_close(P, P.mT, rtol=0, atol=1e-10 * P.abs().max().item())
+    assert torch.linalg.eigvalsh(P)[0] > 0
+
+
 def test_layers_of_equal_shape_have_draws_of_their_own(rec):
-    theta = rec.pixels.layout.split(rec.posterior.prior.spread(torch.randn(1, rec.pixels.num_params)))
-    shapes = [v.shape for v in theta.values()]
-    equal = [v for v in theta.values() if shapes.count(v.shape) > 1]
-    assert len(equal) >= 2
-    for other in equal[1:]:
-        if other.shape == equal[0].shape:
-            assert (other - equal[0]).abs().min() > 0
+    for draw in (rec.posterior.sample_weights, lambda n, g: prior_weights(rec, n, g)):
+        theta = rec.pixels.layout.split(draw(2, torch.Generator().manual_seed(0)) - rec.pixels.theta)
+        equal = [v for v in theta.values() if v.shape[1:] == (3, 3, 3, 3)]
+        assert len(equal) >= 2
+        assert (equal[0] - equal[1]).abs().min() > 0
+        assert (equal[0][0] - equal[0][1]).abs().min() > 0
+
+
+def prior_weights(rec, n, generator):
+    """Return the weights behind the images that ``sample_prior`` draws."""
+    seen: list[torch.Tensor] = []
+    jvp = rec.pixels.jvp
+    rec.pixels.jvp = lambda z, v: seen.append(v) or jvp(z, v)
+    try:
+        rec.sample_prior(n, generator)
+    finally:
+        del rec.pixels.jvp
+    return seen[0] + rec.pixels.theta
 
 
 def test_gradients_are_held_to_differences_closely_enough_to_see_a_factor_of_two(rec):

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.func import jvp, vmap
 from torch.testing import assert_close
 
-from ntkgp.inverse import Blur, Fourier, Mask, Matrix, RayTransform, as_measurement
+from ntkgp.inverse import Blur, Fourier, Mask, Matrix, RayTransform, UNet, as_measurement, reconstruct
 
 SIZE = 12
 
@@ -22,6 +22,26 @@ def fan(**options):
     return RayTransform.fan(SIZE, torch.linspace(0, 5, 9), 40.0, 60.0, 24, 1.2, 1.0, **options)
 
 
+class Physics:
+    """Shaped like deepinv's LinearPhysics: batches of images with channels, and noise when it is called."""
+
+    def __init__(self, wrong: float = 1.0, strict: torch.dtype | None = None) -> None:
+        self.M, self.wrong, self.strict = torch.randn(15, 64), wrong, strict
+
+    def __call__(self, x):
+        return self.A(x) + torch.randn(len(x), 1, 5, 3)
+
+    def A(self, x, **kwargs):
+        assert x.ndim == 4
+        assert self.strict in (None, x.dtype)
+        return (x.flatten(1) @ self.M.to(x).mT).view(-1, 1, 5, 3)
+
+    def A_adjoint(self, y, **kwargs):
+        assert y.ndim == 4
+        assert self.strict in (None, y.dtype)
+        return self.wrong * (y.flatten(1) @ self.M.to(y)).view(-1, 1, 8, 8)
+
+
 OPERATORS = {
     "parallel": rays,
     "fan": fan,
@@ -30,13 +50,13 @@ OPERATORS = {
     "odd fourier": lambda: Fourier(torch.rand(SIZE, 6) < 0.6, (1, SIZE, 11)),
     "mask": lambda: Mask(torch.rand(SIZE, SIZE) < 0.5, (3, SIZE, SIZE)),
     "matrix": lambda: Matrix(torch.randn(20, SIZE * SIZE), (1, SIZE, SIZE)),
+    "shaped matrix": lambda: Matrix(torch.randn(20, SIZE * SIZE), (1, SIZE, SIZE), (4, 5)),
     "lazy matrix": lambda: Matrix(DenseLinearOperator(torch.randn(20, 9))),
+    "foreign": lambda: as_measurement(Physics(), torch.randn(1, 1, 5, 3)),
 }
 
 
-PLAIN = [
-    name for name in OPERATORS if name != "lazy matrix"
-]  # linear_operator has no forward mode, and no dtype to change
+PLAIN = [name for name in OPERATORS if name != "lazy matrix"]  # linear_operator has no forward mode
 
 
 @pytest.fixture(params=OPERATORS)
@@ -51,10 +71,11 @@ def dense(A) -> Tensor:  # (m, n)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("name", PLAIN)
-def test_the_adjoint_is_the_adjoint(name, dtype, tolerance):
+@pytest.mark.parametrize("name", OPERATORS)
+def test_the_adjoint_is_the_adjoint(name, dtype, tolerance, float64):
     torch.manual_seed(0)
-    A = OPERATORS[name]().to(dtype)
+    torch.set_default_dtype(dtype)
+    A = OPERATORS[name]()
     u, v = torch.randn(4, *A.image_shape, dtype=dtype), torch.randn(4, *A.measured_shape, dtype=dtype)
     Au, Av = A(u), A.A_adjoint(v)
     assert Au.dtype == Av.dtype == dtype
@@ -93,6 +114,9 @@ def test_autograd_forward_mode_and_vmap_see_through_it(name, float64):
     leaf = u.clone().requires_grad_()
     (g,) = torch.autograd.grad(A.A_adjoint(leaf), leaf, x)
     assert_close(g, A(x), rtol=1e-12, atol=1e-13)
+    w = torch.randn_like(u)
+    assert_close(jvp(A.A_adjoint, (u,), (w,))[1], A.A_adjoint(w), rtol=1e-12, atol=1e-13)
+    assert_close(vmap(A.A_adjoint)(u), A.A_adjoint(u), rtol=1e-12, atol=1e-13)
 
 
 def test_it_moves_as_modules_do(float64):
@@ -107,24 +131,6 @@ def test_it_moves_as_modules_do(float64):
 # Other people's operators
 
 
-class Physics:
-    """Shaped like deepinv's LinearPhysics: batches of images with channels, and noise when it is called."""
-
-    def __init__(self, wrong: float = 1.0) -> None:
-        self.M, self.wrong = torch.randn(15, 64), wrong
-
-    def __call__(self, x):
-        return self.A(x) + torch.randn(len(x), 1, 5, 3)
-
-    def A(self, x, **kwargs):
-        assert x.ndim == 4
-        return (x.flatten(1) @ self.M.to(x).mT).view(-1, 1, 5, 3)
-
-    def A_adjoint(self, y, **kwargs):
-        assert y.ndim == 4
-        return self.wrong * (y.flatten(1) @ self.M.to(y)).view(-1, 1, 8, 8)
-
-
 def test_an_operator_like_those_of_deepinv_works_unmodified(float64):
     physics, x = Physics(), torch.randn(2, 1, 8, 8)
     y = physics.A(x)
@@ -133,6 +139,40 @@ def test_an_operator_like_those_of_deepinv_works_unmodified(float64):
     assert_close(A(x), y)
     assert_close(A(x[0]), y[0])
     assert_close(A.A_adjoint(y), physics.A_adjoint(y))
+
+
+@pytest.mark.parametrize("method", ["exact", "sampled"])
+def test_images_are_reconstructed_through_an_operator_like_those_of_deepinv(method):
+    torch.manual_seed(0)
+    physics = Physics(strict=torch.float32)  # the exact method computes in double precision
+    x = torch.rand(1, 1, 8, 8)
+    y, net = physics.A(x), UNet(channels=3, scales=2, skip=2)
+    rec = reconstruct(physics, y, net, steps=30, rate=1e-2, tune=None, noise=0.01, method=method)
+    assert rec.mean.shape == rec.std.shape == (1, 8, 8)
+    matrix = reconstruct(Matrix(physics.M, (1, 8, 8)), y.flatten(1), net, steps=30, rate=1e-2, tune=None, noise=0.01)
+    if method == "exact":
+        assert_close(rec.std, matrix.std, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["inpainting", "blur", "tomography"])
+def test_images_are_reconstructed_through_deepinv_itself(name):
+    deepinv = pytest.importorskip("deepinv", reason="deepinv needs torchvision, which has no build for a CPU torch")
+    torch.manual_seed(0)
+    shape = (1, SIZE, SIZE)
+    physics = {
+        "inpainting": lambda: deepinv.physics.Inpainting(shape, mask=0.5),
+        "blur": lambda: deepinv.physics.BlurFFT(shape, filter=deepinv.physics.blur.gaussian_blur(sigma=1.0)),
+        "tomography": lambda: deepinv.physics.Tomography(
+            angles=8, img_width=SIZE, circle=False, adjoint_via_backprop=True, normalize=False
+        ),
+    }[name]()
+    y, net = physics.A(torch.rand(1, *shape)), UNet(channels=3, scales=2, skip=2)
+    options = {"steps": 30, "rate": 1e-2, "tune": None, "noise": 0.01, "prior": "iid"}
+    exact = reconstruct(physics, y, net, method="exact", **options)
+    sampled = reconstruct(physics, y, net, method="sampled", num_samples=400, tolerance=1e-4, **options)
+    assert_close(sampled.mean, exact.mean.float(), rtol=1e-4, atol=1e-5)
+    error = exact.std / (2 * 400) ** 0.5
+    assert ((sampled.std - exact.std).abs() <= 5 * error + 1e-5).all()
 
 
 def test_a_false_adjoint_is_refused(float64):
@@ -167,6 +207,7 @@ def test_a_matrix_is_an_operator(float64):
         (lambda: Fourier(torch.ones(8, 8, dtype=torch.bool), (1, 8, 8)), r"mask must be boolean with shape \(8, 5\)"),
         (lambda: Matrix(torch.ones(3)), "M must have two dimensions"),
         (lambda: Matrix(torch.ones(3, 4), (1, 2, 3)), "must have 4 pixels"),
+        (lambda: Matrix(torch.ones(3, 4), None, (2, 2)), "must have 3 numbers"),
         (lambda: rays()(torch.ones(1, 1, 3, 3)), r"x must have the shape \(..., 1, 12, 12\), but has \(1, 1, 3, 3\)"),
         (lambda: rays().fbp(torch.ones(1, 1, 3, 3)), r"y must have the shape \(..., 1, 7, 17\)"),
     ],

@@ -39,10 +39,18 @@ def transform(kind: str, size: int) -> RayTransform:
 
 
 def distances(A: RayTransform) -> Tensor:  # (A, D)
-    """Return how far each ray passes from the centre of disc and blob."""
-    rays = A.geometry.rays()
-    to = torch.tensor(CENTRE) - rays.points
-    return (to[..., 0] * rays.directions[..., 1] - to[..., 1] * rays.directions[..., 0]).abs()
+    """Return how far each ray passes from the centre of disc and blob, from where source and detector stand."""
+    g, (x, y) = A.geometry, CENTRE
+    cos, sin = g.angles.cos()[:, None], g.angles.sin()[:, None]
+    u = (torch.arange(g.detectors) - (g.detectors - 1) / 2)[None] * g.spacing
+    if not hasattr(g, "source_origin"):
+        return (x * cos - y * sin - u).abs()
+    source = g.source_origin * sin, g.source_origin * cos  # right, down
+    behind = g.source_detector - g.source_origin
+    pixel = u * cos - behind * sin, -u * sin - behind * cos
+    along = pixel[0] - source[0], pixel[1] - source[1]
+    cross = along[0] * (y - source[1]) - along[1] * (x - source[0])
+    return cross.abs() / (along[0] ** 2 + along[1] ** 2).sqrt()
 
 
 def relative(found: Tensor, true: Tensor) -> float:
@@ -103,10 +111,42 @@ def test_filtered_back_projection_returns_the_image(kind, float64):
     assert A.fbp(torch.stack([A(x), 2 * A(x)])).shape == (2, 1, 1, size, size)
 
 
-def test_angles_stand_for_their_share_of_the_half_circle(float64):
+@pytest.mark.parametrize("degrees", [215, 240, 300])
+def test_a_fan_that_sees_some_lines_twice_shares_them(degrees, float64):
+    size, width = 64, 0.06
+    angles = 0.4 + torch.arange(degrees) * (math.pi / 180)
+    A = RayTransform.fan(size, angles, 2.0, 3.0, 192, 2.4 / 192, 1 / size)
+    x = blob(size, width)
+    assert relative(A.fbp(A(x)), x) < 0.03
+    order = torch.randperm(degrees)
+    shuffled = RayTransform.fan(size, angles[order], 2.0, 3.0, 192, 2.4 / 192, 1 / size)
+    assert_close(shuffled.fbp(shuffled(x)), A.fbp(A(x)), rtol=1e-9, atol=1e-11)
+
+
+def test_a_number_of_angles_is_half_a_turn_of_beams_and_a_whole_one_of_fans(float64):
+    size = 64
+    A = RayTransform.fan(size, 120, 2.0, 3.0, 192, 2.4 / 192, 1 / size)
+    x = blob(size, 0.06)
+    assert_close(A.geometry.angles, torch.arange(120) * (math.pi / 60))
+    assert relative(A.fbp(A(x)), x) < 0.03
+    assert_close(RayTransform.parallel(size, 6).geometry.angles, torch.arange(6) * (math.pi / 6))
+
+
+def test_uneven_angles_stand_for_what_they_see(float64):
+    size, x = 64, blob(64, 0.06)
+    even = torch.arange(60) * (math.pi / 60)
+    A = RayTransform.parallel(size, torch.cat([even, even[:12] + math.pi / 120]), pixel_size=1 / size)
+    assert relative(A.fbp(A(x)), x) < 0.03
+
+
+def test_angles_stand_for_their_share_of_the_circle(float64):
     even = torch.arange(6) * (math.pi / 6)
-    assert_close(angular_shares(even), torch.full((6,), math.pi / 6))
-    assert_close(angular_shares(even[[3, 0, 5, 1, 4, 2]]), torch.full((6,), math.pi / 6))
-    assert_close(angular_shares(torch.arange(12) * (math.pi / 6)), torch.full((12,), math.pi / 12))
-    assert_close(angular_shares(torch.tensor([0.0, 0.1, 0.4])), torch.tensor([0.1, 0.2, 0.3]))
-    assert_close(angular_shares(torch.tensor([0.3])), torch.tensor([math.pi]))
+    assert_close(angular_shares(even, math.pi), torch.full((6,), math.pi / 6))
+    assert_close(angular_shares(even[[3, 0, 5, 1, 4, 2]], math.pi), torch.full((6,), math.pi / 6))
+    assert_close(angular_shares(torch.arange(12) * (math.pi / 6), math.pi), torch.full((12,), math.pi / 12))
+    assert_close(angular_shares(torch.arange(12) * (math.pi / 6), 2 * math.pi), torch.full((12,), math.pi / 6))
+    assert_close(angular_shares(torch.tensor([0.0, 0.1, 0.4]), math.pi), torch.tensor([0.1, 0.2, 0.3]))
+    assert_close(angular_shares(torch.tensor([0.4, 3.1, 3.2]), 2 * math.pi).sum(), torch.tensor(2 * math.pi))
+    across = torch.tensor([3.0, 3.1, 0.1])  # the scan goes on through π
+    assert_close(angular_shares(across, math.pi), angular_shares(torch.tensor([0.0, 0.1, 0.1 + math.pi - 3]), math.pi))
+    assert_close(angular_shares(torch.tensor([0.3]), math.pi), torch.tensor([math.pi]))

@@ -76,6 +76,9 @@ def test_positions_are_compared_in_pairs_where_that_is_cheaper(float64):
         K = torch.einsum("ncp,pq,mdq->ncmd", J, S0, J)
         assert relative_error(kernel.operator(tokens).to_dense(), K.reshape(8, 8)) < 1e-10
         assert relative_error(kernel.blocks(tokens), K.diagonal(dim1=0, dim2=2).movedim(-1, 0)) < 1e-10
+        F = lin.features(tokens)
+        one = gram(F, F.weighted(lambda J: J[:, 1:]), kernel.prior.covariances())  # some outputs against all
+        assert relative_error(one, K.reshape(8, 4, 2)[..., 1]) < 1e-10
 
 
 def test_the_plan_counts_the_products_of_an_mlp():

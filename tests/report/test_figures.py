@@ -32,7 +32,7 @@ def problem():
 @pytest.fixture(scope="module")
 def rec(problem):
     A, _, y, net = problem
-    return reconstruct(A, y, net, prior="iid", steps=50, rate=1e-2, tuning_steps=3)
+    return reconstruct(A, y, net, prior="iid", steps=400, rate=1e-2, tuning_steps=3)
 
 
 def panels(figure):
@@ -166,7 +166,7 @@ def test_convergence_of_samples_shows_effective_parameters(problem):
 
 def test_a_hyperprior_is_part_of_what_is_climbed(problem):
     A, _, y, net = problem
-    rec = reconstruct(A, y, net, steps=50, rate=1e-2, tune="predcp", tuning_steps=1)
+    rec = reconstruct(A, y, net, steps=400, rate=1e-2, tune="predcp", tuning_steps=1)
     assert convergence_figure(rec).axes[1].get_title() == "log evidence + log hyperprior"
 
 

@@ -1,0 +1,16 @@
+"""Training with uncertainty: a Gaussian over the weights, or its prior, is learnt, not found after the fact."""
+
+from ntkgp.training.evidence import EvidenceTraining
+from ntkgp.training.maximum import MaximumAPosteriori
+from ntkgp.training.mean_field import MeanFieldVI
+from ntkgp.training.objective import Terms, WeightObjective
+from ntkgp.training.variational_laplace import VariationalLaplace
+
+__all__ = [
+    "EvidenceTraining",
+    "MaximumAPosteriori",
+    "MeanFieldVI",
+    "Terms",
+    "VariationalLaplace",
+    "WeightObjective",
+]
