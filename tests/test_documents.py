@@ -19,7 +19,7 @@ def test_the_readmes_snippets_run(snippet, capsys, tmp_path, monkeypatch):
 
 
 def test_the_readme_has_snippets():
-    assert len(SNIPPETS) == 4
+    assert len(SNIPPETS) == 5
 
 
 def test_the_demo_shows_a_classifier_put_right(tmp_path):
