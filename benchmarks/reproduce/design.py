@@ -7,9 +7,10 @@ angle is the one of largest expected information gain (or variance, see "criteri
 are then reconstructed in the same way, by total variation ("judges" may name DIP, too). Settings stand in ct.json; one
 JSON for a phantom is kept under ``--out``, and what is there is not run again.
 
-Numbers of angles are few, since with ten a phantom of 32² is known: a first run, up to 16 angles two at a time, had
-information ahead at six and eight for two phantoms with rectangles, and level from ten on; nor would angles chosen by
-the true edges have been ahead there.
+Numbers of angles are few, since with ten a phantom of 32² is known. A first run, up to 16 angles two at a time, was
+stopped after two phantoms with rectangles: against equidistant angles information had +1.6 and −0.5 dB at six, +1.5 and
++4.3 at eight, and between −0.9 and +0.8 from ten on. Angles at the sharpest projections of these very phantoms, which
+only the truth tells, were ahead at six and eight and behind at ten and twelve: so the range was chosen.
 """
 
 import argparse
