@@ -67,6 +67,7 @@ reproduce-ct: $(VENV)/.ready  ## KMNIST, a head at 128², experimental design, r
 	@$(BIN)/python benchmarks/reproduce/ct.py --data $(NTKGP_DATA) --threads $(THREADS)
 	@$(BIN)/python benchmarks/reproduce/ct_large.py --threads $(THREADS)
 	@$(BIN)/python benchmarks/reproduce/design.py --threads $(THREADS)
+	@$(BIN)/python benchmarks/reproduce/design.py --blind --threads $(THREADS)
 	@$(BIN)/python benchmarks/reproduce/ct_figures.py --data $(NTKGP_DATA) --threads $(THREADS)
 	@$(MAKE) --no-print-directory reproduce-ct-measured
 

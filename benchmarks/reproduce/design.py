@@ -1,6 +1,6 @@
 """Which angles to measure next: information gain against equidistant angles, on phantoms with and without orientation.
 
-    python benchmarks/reproduce/design.py [--only rectangles-0,discs-3] [--report]
+    python benchmarks/reproduce/design.py [--blind] [--only rectangles-0,discs-3] [--report]
 
 From a few equidistant angles on, a deep image prior is trained on what has been measured, linearised, and the next
 angle is the one of largest expected information gain (or variance, see "criteria"). However angles were chosen, images
@@ -10,7 +10,8 @@ JSON for a phantom is kept under ``--out``, and what is there is not run again.
 Numbers of angles are few, since with ten a phantom of 32² is known. A first run, up to 16 angles two at a time, was
 stopped after two phantoms with rectangles: against equidistant angles information had +1.6 and −0.5 dB at six, +1.5 and
 +4.3 at eight, and between −0.9 and +0.8 from ten on. Angles at the sharpest projections of these very phantoms, which
-only the truth tells, were ahead at six and eight and behind at ten and twelve: so the range was chosen.
+only the truth tells, were ahead at six and eight and behind at ten and twelve: so the range was chosen. ``--blind``
+takes phantoms that nobody had seen when all that was decided, into a folder of their own.
 """
 
 import argparse
@@ -37,6 +38,7 @@ from harness import commit, machine
 mpl.use("Agg")
 SETTINGS = json.loads((Path(__file__).parent / "ct.json").read_text())["design"]
 CRITERIA, JUDGES = SETTINGS["criteria"], SETTINGS["judges"]
+OUT = Path("docs/results/ct")
 WAYS = (*CRITERIA, "equidistant")
 
 
@@ -177,7 +179,8 @@ def report(out: Path) -> str:
         cells = [f"{needed(counts, best, value):.1f}" for value in even[1:].tolist()]
         lines.append(f"| {kind}, {judge} | by {way} | " + " | ".join(cells) + " |")
     commits = ", ".join(sorted({run["commit"] for run in runs}))
-    lines += ["", f"{runs[0]['machine']}, commits {commits}; seeds {SETTINGS['seeds']}."]
+    seeds = sorted({run["seed"] for run in runs})
+    lines += ["", f"{runs[0]['machine']}, commits {commits}; seeds {seeds}."]
     lines += ["", "![curves](design.png)", ""]
     text = "\n".join(lines)
     (out / "design.md").write_text(text)
@@ -190,23 +193,26 @@ def with_error(values: Tensor) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    everything = ",".join(f"{kind}-{seed}" for seed in SETTINGS["seeds"] for kind in ("rectangles", "discs"))
-    parser.add_argument("--only", default=everything)
+    parser.add_argument("--blind", action="store_true", help="phantoms that the range of angles was not chosen with")
+    parser.add_argument("--only", help="by default all of ct.json's")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=Path("docs/results/ct"))
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--report", action="store_true")
     args = parser.parse_args()
+    out = args.out or (OUT / "blind" if args.blind else OUT)
+    seeds = SETTINGS["blind seeds" if args.blind else "seeds"]
+    names = args.only.split(",") if args.only else [f"{k}-{s}" for s in seeds for k in ("rectangles", "discs")]
     torch.set_num_threads(args.threads)
     origin = commit()  # of the code that runs, whatever is committed meanwhile
-    args.out.mkdir(parents=True, exist_ok=True)
-    for name in () if args.report else args.only.split(","):
-        file = args.out / f"design-{name}.json"
+    out.mkdir(parents=True, exist_ok=True)
+    for name in () if args.report else names:
+        file = out / f"design-{name}.json"
         if not file.exists():
             kind, seed = name.split("-")
             found = one(kind, int(seed)) | {"commit": origin, "machine": machine()}
             file.write_text(json.dumps(found, indent=1) + "\n")
             print(name, f"{found['seconds']:.0f} s", found["psnr"], flush=True)
-    print(report(args.out))
+    print(report(out))
 
 
 if __name__ == "__main__":
