@@ -131,8 +131,10 @@ class Posterior(gpytorch.Module):
 
     def _latents(self, x: Input) -> Iterator[Latent]:
         for part in self._predicted_together(x):
-            F = self.lin.features(part)
-            yield Latent(self._mean(part, F), _valid(self._blocks(F)))
+            yield self._latent(part, self.lin.features(part))
+
+    def _latent(self, x: Input, F: Features) -> Latent:
+        return Latent(self._mean(x, F), _valid(self._blocks(F)))
 
     def _mean(self, x: Input, F: Features) -> Tensor:  # (n, C)
         f = self.lin(x)

@@ -1,7 +1,7 @@
 """Hyperparameters by evidence, or by a score on validation data. The network is not differentiated again."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,7 +11,9 @@ from tqdm.auto import tqdm
 
 from ntkgp.evidence import derivative_in_logarithm, maximise, noise_step, precision_step
 from ntkgp.likelihoods import Gaussian, Likelihood
+from ntkgp.linearization.inputs import Input, batch_size
 from ntkgp.posteriors.data import as_source, gather
+from ntkgp.posteriors.prediction import Prediction, predictive_of
 
 if TYPE_CHECKING:
     from ntkgp.posteriors.base import Posterior
@@ -20,6 +22,7 @@ __all__ = ["hidden", "log_hyperprior", "settings", "squared_errors", "tune"]
 
 P = TypeVar("P", bound="Posterior")
 _FAR = 1.0  # nats a target
+_SAMPLES = 256  # a validation point
 _ROUNDS = 20  # evaluations of Λ at the linear mode
 
 
@@ -238,15 +241,31 @@ def _on_validation(posterior: "Posterior", validation: Any, grid: Tensor | None,
     data = gather(source, posterior.lin, posterior.likelihood)
     grid = torch.logspace(-4, 4, 17) if grid is None else torch.as_tensor(grid)
     start = prior.precision.detach().clone()
-    scores = []
+    scores, predict = [], _predictions(posterior, data.x)
     for factor in tqdm(grid.tolist(), desc="tune", disable=hidden(progress)):
         prior.precision = start * factor
-        scores.append(posterior.predict(data.x).log_prob(data.y).mean().item())
+        scores.append(predict().log_prob(data.y).mean().item())
         posterior.history.append({"validation_log_prob": scores[-1]} | settings(posterior))
     if all(score != score for score in scores):
         raise RuntimeError("the validation score is not a number for any precision of the grid")
     best = max(range(len(scores)), key=lambda i: scores[i] if scores[i] == scores[i] else -float("inf"))
     prior.precision = start * grid[best].item()
+
+
+def _predictions(posterior: "Posterior", x: Input) -> Callable[[], Prediction]:
+    """Return what predicts under the hyperparameters of the moment, from features that are kept if these fit."""
+    if batch_size(x) * posterior.model._bytes_each > posterior.model.memory_budget:
+        return lambda: posterior.predict(x, progress=False)
+    with torch.no_grad():
+        parts = [(part, posterior.lin.features(part)) for part in posterior._predicted_together(x)]
+
+    def predict() -> Prediction:
+        with torch.no_grad():
+            latents = (posterior._latent(part, F) for part, F in parts)
+            generator = torch.Generator(posterior.lin.device).manual_seed(0)
+            return predictive_of(posterior.likelihood, latents, None, _SAMPLES, generator)
+
+    return predict
 
 
 def settings(posterior: "Posterior") -> dict[str, Any]:

@@ -97,6 +97,21 @@ def test_a_validation_score_chooses_from_the_grid(float64):
     assert [step["validation_log_prob"] for step in post.history] == pytest.approx(scores)
 
 
+@pytest.mark.parametrize(("method", "options"), [("function", {}), ("variational", {"num_inducing": 6})])
+def test_a_grid_differentiates_validation_points_once(method, options, float64, monkeypatch):
+    problem = Problem("mlp", "categorical")
+    post, seen, features = problem.fit(method, **options), [], ntkgp.Linearization.features
+    post.predict(problem.x_new)  # whatever it prepares is there then
+
+    def counted(lin, x):
+        seen.append(len(x))
+        return features(lin, x)
+
+    monkeypatch.setattr(ntkgp.Linearization, "features", counted)
+    post.tune(validation=(problem.x_new, torch.tensor([0, 1, 2, 0, 1])), grid=torch.tensor([0.01, 1.0, 100.0]))
+    assert seen == [5]
+
+
 def test_failed_tuning_changes_nothing(float64, monkeypatch):
     post = Problem("mlp", "gaussian").fit("function")
     before = [p.detach().clone() for p in post.parameters()]
