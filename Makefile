@@ -7,7 +7,7 @@ NTKGP_DATA ?= ../shared/data
 THREADS ?= 2
 PIP := $(BIN)/python -m pip install --quiet --retries 10 --timeout 60 --constraint constraints.txt
 
-.PHONY: help demo test lint types suite bench-kernel bench-posteriors bench-evidence reproduce-uci reproduce-regression reproduce-figures reproduce-images reproduce-adapted reproduce-ct reproduce-ct-measured clean
+.PHONY: help demo test lint types suite bench-kernel bench-posteriors bench-evidence bench-variational reproduce-uci reproduce-regression reproduce-figures reproduce-images reproduce-adapted reproduce-ct reproduce-ct-measured clean
 .DEFAULT_GOAL := help
 
 help:  ## list every target
@@ -47,6 +47,10 @@ bench-posteriors: $(VENV)/.ready  ## posteriors beside laplace-torch; a table in
 
 bench-evidence: $(VENV)/.ready reproduce-adapted reproduce-figures  ## estimators, tuning and the linear model of all of FashionMNIST; a table in benchmarks/results/
 	@$(BIN)/python benchmarks/evidence.py --data $(NTKGP_DATA) --threads $(THREADS)
+
+bench-variational: $(VENV)/.ready  ## sparse processes beside VaLLA and ELLA, and on a ResNet-20; a table in benchmarks/results/
+	@test -n "$$(ls -A $(PEERS) 2>/dev/null)" || bash ../shared/peers/setup $(PEERS)
+	@$(BIN)/python benchmarks/variational.py --peers $(PEERS) --data $(NTKGP_DATA) --threads $(THREADS)
 
 reproduce-uci: $(VENV)/.ready  ## Table 1 and Fig. 5 of the local-linearisation paper into docs/results/uci/
 	@$(BIN)/python benchmarks/reproduce/uci.py --data $(NTKGP_DATA)

@@ -48,6 +48,11 @@ class Table:
         told = f" ({detail})" if detail else ""
         self.rows.append((what, f"{value:{form}}{told}", f"<= {bar:g}", value <= bar))
 
+    def above(self, what: str, value: float, bar: float, detail: str) -> None:
+        """Add a difference, and what it is to be above."""
+        told = f" ({detail})" if detail else ""
+        self.rows.append((what, f"{value:+.4f}{told}", f"> {bar:g}", value > bar))
+
     def note(self, what: str, text: str) -> None:
         """Add a figure without a bar."""
         self.rows.append((what, text, "", True))

@@ -1,6 +1,5 @@
 """What every posterior offers: one protocol for both spaces and all structures."""
 
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -20,15 +19,12 @@ from ntkgp.linearization import Features, Linearization
 from ntkgp.linearization.inputs import Input, batch_size, leaves, take
 from ntkgp.posteriors.mode import Certificate, Mode
 from ntkgp.posteriors.model import Chunk, LinearModel, split
-from ntkgp.posteriors.prediction import Latent, Prediction, predictive_of
+from ntkgp.posteriors.prediction import Latent, Prediction, predictive_of, valid_covariance
 from ntkgp.priors import Prior
 
 __all__ = ["Posterior"]
 
 _PREDICT_BYTES = 256 << 20  # what the features of the points that are predicted together may take
-
-
-_ROUNDING = 1e-2  # of the largest eigenvalue: negative ones down to this are repaired in silence
 
 
 class Posterior(gpytorch.Module):
@@ -131,10 +127,17 @@ class Posterior(gpytorch.Module):
 
     def _latents(self, x: Input) -> Iterator[Latent]:
         for part in self._predicted_together(x):
-            yield self._latent(part, self.lin.features(part))
+            yield self._remembered(part)()
 
-    def _latent(self, x: Input, F: Features) -> Latent:
-        return Latent(self._mean(x, F), _valid(self._blocks(F)))
+    def _remembered(self, x: Input) -> Callable[[], Latent]:
+        """Return q(f) of a few points under the hyperparameters of the moment; the network is differentiated now."""
+        F = self.lin.features(x)
+        return lambda: Latent(self._mean(x, F), valid_covariance(self._blocks(F)))
+
+    @property
+    def _bytes_remembered(self) -> int:
+        """What a remembered point takes."""
+        return self.model._bytes_each
 
     def _mean(self, x: Input, F: Features) -> Tensor:  # (n, C)
         f = self.lin(x)
@@ -149,7 +152,7 @@ class Posterior(gpytorch.Module):
         for points in batches:
             F = self.lin.features(points)
             means.append(self._mean(points, F))
-            covariances.append(_valid(self._joint(F)))
+            covariances.append(valid_covariance(self._joint(F)))
         mean, covariance = torch.stack(means), torch.stack(covariances)
         if extra == 0:
             mean, covariance = mean[0], covariance[0]
@@ -434,20 +437,3 @@ class Posterior(gpytorch.Module):
         if key not in self._found:
             self._found[key] = make()
         return self._found[key]
-
-
-def _valid(covariance: Tensor) -> Tensor:  # (..., d, d)
-    """Return a symmetric matrix without negative eigenvalues; if more than rounding is repaired, a warning says so."""
-    covariance = (covariance + covariance.mT) / 2
-    bad = torch.linalg.cholesky_ex(covariance).info > 0
-    if not bad.any():
-        return covariance
-    values, vectors = torch.linalg.eigh(covariance[bad] if bad.ndim else covariance)
-    if (values[..., 0] < -_ROUNDING * values[..., -1].abs()).any():
-        warnings.warn(
-            f"{covariance.dtype} cannot resolve some posterior variances, which are tiny beside the prior's: they are "
-            "set to zero where they came out negative; use float64 to see them",
-            stacklevel=4,
-        )
-    repaired = (vectors * values.clamp(min=0).unsqueeze(-2)) @ vectors.mT
-    return covariance.index_put((bad,), repaired) if bad.ndim else repaired

@@ -1,6 +1,7 @@
 """From q(f) to p(y): moments, their split, entropy, samples and densities."""
 
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -10,7 +11,9 @@ from torch import Tensor
 
 from ntkgp.likelihoods import Likelihood, Moments
 
-__all__ = ["Latent", "Prediction", "predictive_of"]
+__all__ = ["Latent", "Prediction", "predictive_of", "valid_covariance"]
+
+_ROUNDING = 1e-2  # of the largest eigenvalue: negative ones down to this are repaired in silence
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,23 @@ class Prediction:
     def _num_outputs(self) -> int:
         first = self._latents[0]
         return int((first.samples if first.mean is None else first.mean).shape[-1])  # type: ignore[union-attr]
+
+
+def valid_covariance(covariance: Tensor) -> Tensor:  # (..., d, d)
+    """Return a symmetric matrix without negative eigenvalues; if more than rounding is repaired, a warning says so."""
+    covariance = (covariance + covariance.mT) / 2
+    bad = torch.linalg.cholesky_ex(covariance).info > 0
+    if not bad.any():
+        return covariance
+    values, vectors = torch.linalg.eigh(covariance[bad] if bad.ndim else covariance)
+    if (values[..., 0] < -_ROUNDING * values[..., -1].abs()).any():
+        warnings.warn(
+            f"{covariance.dtype} cannot resolve some posterior variances, which are tiny beside the prior's: they are "
+            "set to zero where they came out negative; use float64 to see them",
+            stacklevel=4,
+        )
+    repaired = (vectors * values.clamp(min=0).unsqueeze(-2)) @ vectors.mT
+    return covariance.index_put((bad,), repaired) if bad.ndim else repaired
 
 
 def predictive_of(

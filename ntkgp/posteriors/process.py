@@ -135,9 +135,13 @@ class SparseProcess:
                 kept = self.kept[name] = Kept([t.detach().clone() for t in belongs], key, kernel, table)
         return kept
 
-    def _table_bytes(self, atoms: int) -> int:
+    def row_bytes(self, atoms: int) -> int:
+        """Return what the rows of a point take."""
         C, M = self.lin.num_outputs, self.num_values
-        return self.N * (atoms * C * (C + M) + 2 * C) * self.lin.dtype.itemsize
+        return (atoms * C * (C + M) + 2 * C) * self.lin.dtype.itemsize
+
+    def _table_bytes(self, atoms: int) -> int:
+        return self.N * self.row_bytes(atoms)
 
     def _piece_size(self) -> int:
         C, M = self.lin.num_outputs, self.num_values

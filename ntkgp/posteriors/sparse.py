@@ -13,12 +13,14 @@ from torch.linalg import solve_triangular
 from ntkgp.evidence import Estimate
 from ntkgp.likelihoods import Gaussian, Likelihood
 from ntkgp.linearization import Features
+from ntkgp.linearization.inputs import Input
 from ntkgp.operators import gram, point_blocks
 from ntkgp.posteriors.base import Posterior
 from ntkgp.posteriors.bound import Averages, View, collapsed_bound, surrogate
 from ntkgp.posteriors.inducing import Inducing, choose, count
 from ntkgp.posteriors.mode import Mode
 from ntkgp.posteriors.model import join, split
+from ntkgp.posteriors.prediction import Latent, valid_covariance
 from ntkgp.posteriors.process import Points, SparseProcess
 from ntkgp.posteriors.sparse_training import Plan, beside, train
 from ntkgp.posteriors.whitened import Natural
@@ -201,6 +203,24 @@ class VariationalPosterior(Posterior):
         W, V = (t.view(F.num_examples, F.num_outputs, -1) for t in self._whitened(F))
         own = point_blocks(F, None, self.prior.covariances()).double()
         return (own - W @ W.mT + V @ V.mT).to(F.like.dtype)
+
+    def _remembered(self, x: Input) -> Callable[[], Latent]:
+        _, kernel, _ = self._now()
+        if not kernel.by_atom or self.learn_inducing:  # what other hyperparameters, or the next training, may change
+            return super()._remembered(x)
+        rows = kernel.rows(x)
+
+        def latent() -> Latent:
+            q, _, view = self._now()
+            found = view.marginals(rows, q)
+            return Latent(found.mean.to(rows.f.dtype), valid_covariance(found.blocks.to(rows.f.dtype)))
+
+        return latent
+
+    @property
+    def _bytes_remembered(self) -> int:
+        _, kernel, _ = self._now()
+        return self.process.row_bytes(len(kernel.atoms)) if kernel.by_atom else super()._bytes_remembered
 
     def _joint(self, F: Features) -> Tensor:  # (n C, n C)
         W, V = self._whitened(F)

@@ -253,17 +253,16 @@ def _on_validation(posterior: "Posterior", validation: Any, grid: Tensor | None,
 
 
 def _predictions(posterior: "Posterior", x: Input) -> Callable[[], Prediction]:
-    """Return what predicts under the hyperparameters of the moment, from features that are kept if these fit."""
-    if batch_size(x) * posterior.model._bytes_each > posterior.model.memory_budget:
+    """Return what predicts under the hyperparameters of the moment, from derivatives that are kept if these fit."""
+    if batch_size(x) * posterior._bytes_remembered > posterior.model.memory_budget:
         return lambda: posterior.predict(x, progress=False)
     with torch.no_grad():
-        parts = [(part, posterior.lin.features(part)) for part in posterior._predicted_together(x)]
+        latents = [posterior._remembered(part) for part in posterior._predicted_together(x)]
 
     def predict() -> Prediction:
         with torch.no_grad():
-            latents = (posterior._latent(part, F) for part, F in parts)
             generator = torch.Generator(posterior.lin.device).manual_seed(0)
-            return predictive_of(posterior.likelihood, latents, None, _SAMPLES, generator)
+            return predictive_of(posterior.likelihood, (latent() for latent in latents), None, _SAMPLES, generator)
 
     return predict
 
