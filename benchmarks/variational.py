@@ -8,6 +8,7 @@ Each section keeps its figures in benchmarks/results/variational/<section>.json;
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -241,8 +242,10 @@ def cifar_images(data: Path, part: str) -> tuple[Tensor, Tensor]:
 def resnet20(data: Path) -> nn.Module:
     """The network with public weights."""
     net = zoo.ResNet20()
-    state = torch.load(data / "weights/cifar10_resnet20.th", weights_only=True)["state_dict"]
-    net.load_state_dict({name.removeprefix("module."): weights for name, weights in state.items()})
+    state = torch.load(data / "weights/cifar10_resnet20.th", "cpu", weights_only=True)["state_dict"]
+    stage = re.compile(r"module\.(?:layer(\d)\.(\d))?")
+    named = lambda found: f"blocks.{3 * int(found[1]) - 3 + int(found[2])}" if found[1] else ""  # noqa: E731
+    net.load_state_dict({stage.sub(named, name): weights for name, weights in state.items()})
     return net.eval()
 
 
