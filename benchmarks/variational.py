@@ -286,7 +286,7 @@ def cifar(args: argparse.Namespace) -> dict:
     def posterior(method: str, **options: object) -> Callable[[], Tensor]:
         def work() -> Tensor:
             lin = ntkgp.Linearization(net, example=train[0][:2])
-            post = ntkgp.fit(lin, train, "categorical", method, ntkgp.priors.Isotropic(lin, 1.0), **options)
+            post = ntkgp.fit(lin, train, "categorical", method, "isotropic", tune=False, **options)
             grid = torch.logspace(-1, 4, 11)
 
             def after(valid: tuple[Tensor, Tensor], x: Tensor) -> Tensor:

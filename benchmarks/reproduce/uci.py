@@ -60,6 +60,7 @@ class Task:
     refine_options: tuple[tuple[str, float], ...] = (("tolerance", 1e-3), ("max_steps", 20))
     splits: int = 10
     batch: int | None = None  # of the training of MAP and MFVI; None for all points
+    inducing: int = 100  # values of the variational column
 
 
 SINGLE = {"dtype": torch.float32, "refine_options": (("tolerance", 1e-2), ("max_steps", 10), ("num_samples", 128))}
@@ -303,6 +304,8 @@ def run(split: Split, task: Task, seed: int, refine: bool, known: dict) -> dict:
             found.add("GP", precision, found.table["GLM"][precision])
         else:
             add("GP", precision, posterior(precision, "function", subset=subset))
+    for precision in found.missing("variational", task.full):
+        add("variational", precision, posterior(precision, "variational", num_inducing=task.inducing, seed=seed))
     for name, base, method in (("GLM refine", "GLM", exact), ("GLM refine diag", "GLM diag", "diag")):
         for precision in found.missing(name, found.best(base, task.refined if refine else 0)):
             add(name, precision, posterior(precision, method).refine("variational", **dict(task.refine_options)))
@@ -372,6 +375,9 @@ def main() -> None:
         began = time.perf_counter()
         found = run(split_of(args.data, task, SEEDS[k]), task, SEEDS[k], k >= task.refined_from, known)
         record = {"dataset": name, "split": k, "seed": SEEDS[k], "dtype": str(task.dtype), "plan": plan, **where()}
+        record["commit"] = ", ".join(dict.fromkeys([*known.get("commit", "").split(", "), record["commit"]])).strip(
+            ", "
+        )
         path.write_text(json.dumps(record | found, indent=1))
         chosen = {m: min(rows.values(), key=lambda row: row["valid"]["nll"]) for m, rows in found["scores"].items()}
         told = "  ".join(f"{m} {row['valid']['nll']:.3f}" for m, row in chosen.items())

@@ -15,8 +15,9 @@ from matplotlib.ticker import MaxNLocator
 
 __all__ = ["write_report"]
 
-METHODS = ("MAP", "MFVI", "BNN", "GLM", "GLM diag", "GLM refine", "GLM refine diag", "GP")
-PAPER = {  # Table 1 of the paper: test NLL and its standard error, in the order of METHODS without the last
+METHODS = ("MAP", "MFVI", "BNN", "GLM", "GLM diag", "GLM refine", "GLM refine diag", "GP", "variational")
+IN_PAPER = METHODS[:7]
+PAPER = {  # Table 1 of the paper: test NLL and its standard error, in the order of IN_PAPER
     "australian": ((0.31, 0.01), (0.34, 0.01), (0.42, 0.0), (0.32, 0.02), (0.33, 0.01), (0.32, 0.02), (0.31, 0.01)),
     "cancer": ((0.11, 0.02), (0.11, 0.01), (0.19, 0.0), (0.10, 0.01), (0.11, 0.01), (0.11, 0.01), (0.12, 0.02)),
     "ionosphere": ((0.35, 0.02), (0.41, 0.01), (0.50, 0.0), (0.29, 0.01), (0.35, 0.01), (0.35, 0.05), (0.32, 0.03)),
@@ -38,9 +39,8 @@ PAPER = {  # Table 1 of the paper: test NLL and its standard error, in the order
         *((0.327, 0.002), (0.227, 0.002), (0.248, 0.002)),
     ),
 }
-COLOURS = dict(
-    zip(METHODS, ("#000000", "#999999", "#D55E00", "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#CC79A7"), strict=True)
-)
+_PALETTE = "#000000 #999999 #D55E00 #0072B2 #56B4E9 #009E73 #E69F00 #CC79A7 #882255"
+COLOURS = dict(zip(METHODS, _PALETTE.split(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -105,13 +105,13 @@ class Results:
 
     @property
     def best_of_paper(self) -> tuple[str, Figure]:
-        figures = {m: paper(self.name, m) for m in METHODS[:-1]}
+        figures = {m: paper(self.name, m) for m in IN_PAPER}
         best = min(figures, key=lambda m: figures[m].mean)
         return best, figures[best]
 
 
 def paper(name: str, method: str) -> Figure | None:
-    return None if method == "GP" else Figure(*PAPER[name][METHODS.index(method)], 10)
+    return Figure(*PAPER[name][IN_PAPER.index(method)], 10) if method in IN_PAPER else None
 
 
 def write_report(out: Path) -> None:
@@ -171,6 +171,7 @@ Two hidden layers of 50 tanh units. Numbers are mean ± standard error over stra
 precision of every method is chosen by the NLL on validation parts; no choice looks at test scores.** The tables below
 choose it split by split, where they do not say otherwise. The paper's numbers are its Table 1. BNN and GLM use one
 posterior, the full Laplace-GGN; "diag" its diagonal; "refine" the Gaussian variational refinement of the linear model.
+variational is `method="variational"` by the ELBO with 100 inducing values, the mean fixed to the network;
 GP is `method="function"`: on all training points it *is* the GLM, so the two columns agree;
 on digits and satellite it sees a class-balanced subset."""
 
