@@ -32,6 +32,13 @@ def test_it_is_the_integral(name, alpha, float64):
     found = tilted(likelihood, y, mean, blocks, alpha, weights)
     assert_close(found.log_prob, truth, rtol=1e-7, atol=0)
     assert found.standard_error == 0
+    omega = w[:, None, None] * powers
+    omega, r = omega / omega.sum(0), likelihood.residual(y, f)
+    R = likelihood.site_root(y, f)[..., 0, 0]
+    each = weights.unsqueeze(-1)
+    assert_close(found.r, each * (omega * r).sum(0), rtol=1e-4, atol=1e-6)  # what 32 nodes resolve
+    curvature = each * (omega * (R.square() - alpha * r.square())).sum(0)
+    assert_close(found.curvature.values[..., 0, 0], curvature, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("alpha", [0.3, 1.0])

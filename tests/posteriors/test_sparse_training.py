@@ -200,11 +200,8 @@ def test_hyperparameters_are_live(float64):
 
 
 @pytest.mark.filterwarnings("ignore:the mode of the linear model gains")
-@pytest.mark.parametrize("mean", ["network", "linear"])
-@pytest.mark.parametrize("at", ["linear_mode", "map"])
+@pytest.mark.parametrize(("at", "mean"), [("linear_mode", "network"), ("linear_mode", "linear"), ("map", "network")])
 def test_with_all_values_tuning_finds_what_the_exact_evidence_finds(at, mean, float64):
-    if at == "map" and mean == "linear":
-        return
     p = problem("gaussian", n=15)
     truth = p.fit("function").tune(at, steps=200)
     post = p.fit("variational", inducing=Inducing(p.x), mean=mean).tune(at, steps=200)
@@ -218,14 +215,19 @@ def test_with_all_values_tuning_finds_what_the_exact_evidence_finds(at, mean, fl
 
 
 @pytest.mark.parametrize("mean", ["network", "linear"])
-def test_adam_finds_what_the_collapsed_bound_finds(mean, float64):
+@pytest.mark.parametrize(
+    ("batch_size", "epochs", "relative", "nats"),
+    [(None, 600, 5e-3, 1e-4), (30, 150, 0.2, 0.1)],  # minibatches of a bound that is flat in the precision
+    ids=["all points", "minibatches"],
+)
+def test_adam_finds_what_the_collapsed_bound_finds(batch_size, epochs, relative, nats, mean, float64):
     p = problem("gaussian", prior="isotropic")
     options, at = {"inducing": Inducing(p.x[::4]), "mean": mean}, "map" if mean == "network" else "bound"
     truth = p.fit("variational", **options).tune(method="collapsed", steps=200)
-    post = p.fit("variational", batch_size=30, **options).tune(method="adam", epochs=150)
-    assert_close(post.prior.precision, truth.prior.precision, rtol=0.2, atol=0)
-    assert_close(post.likelihood.noise, truth.likelihood.noise, rtol=0.1, atol=0)
-    assert truth.log_evidence(at) >= post.log_evidence(at) > truth.log_evidence(at) - 0.2
+    post = p.fit("variational", batch_size=batch_size, **options).tune(method="adam", epochs=epochs)
+    assert_close(post.prior.precision, truth.prior.precision, rtol=relative, atol=0)
+    assert_close(post.likelihood.noise, truth.likelihood.noise, rtol=min(relative, 0.02), atol=0)
+    assert truth.log_evidence(at) + 1e-8 >= post.log_evidence(at) > truth.log_evidence(at) - nats
 
 
 @pytest.mark.parametrize("prior", ["isotropic", "diagonal"])
