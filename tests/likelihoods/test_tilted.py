@@ -38,7 +38,7 @@ def test_it_is_the_integral(name, alpha, float64):
     each = weights.unsqueeze(-1)
     assert_close(found.r, each * (omega * r).sum(0), rtol=1e-4, atol=1e-6)  # what 32 nodes resolve
     curvature = each * (omega * (R.square() - alpha * r.square())).sum(0)
-    assert_close(found.curvature.values[..., 0, 0], curvature, rtol=1e-4, atol=1e-6)
+    assert_close(found.curvature.values[..., 0, 0], curvature, rtol=1e-4, atol=1e-4)  # a difference of terms near one
 
 
 @pytest.mark.parametrize("alpha", [0.3, 1.0])
