@@ -127,12 +127,15 @@ class Posterior(gpytorch.Module):
 
     def _latents(self, x: Input) -> Iterator[Latent]:
         for part in self._predicted_together(x):
-            yield self._remembered(part)()
+            yield self._latent(part, self.lin.features(part))
+
+    def _latent(self, x: Input, F: Features) -> Latent:
+        return Latent(self._mean(x, F), valid_covariance(self._blocks(F)))
 
     def _remembered(self, x: Input) -> Callable[[], Latent]:
         """Return q(f) of a few points under the hyperparameters of the moment; the network is differentiated now."""
         F = self.lin.features(x)
-        return lambda: Latent(self._mean(x, F), valid_covariance(self._blocks(F)))
+        return lambda: self._latent(x, F)
 
     @property
     def _bytes_remembered(self) -> int:
