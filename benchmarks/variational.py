@@ -415,7 +415,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(SECTIONS))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cache", type=Path, default=Path("build/images"))
-    parser.add_argument("--budget", type=float, default=600, help="seconds that VaLLA may train")
+    parser.add_argument("--budget", type=float, default=300, help="seconds that VaLLA may train")
     parser.add_argument("--values", type=int, default=400, help="inducing values of the ResNet-20")
     parser.add_argument("--subset", type=int, default=100, help="images of the ResNet-20's subset GP")
     args = parser.parse_args()
