@@ -250,7 +250,7 @@ def resnet20(data: Path) -> nn.Module:
 
 
 def by_halves(test: tuple[Tensor, Tensor], probs_after: Callable[[tuple[Tensor, Tensor], Tensor], Tensor]) -> Tensor:
-    """Return probabilities of all test images, each half's by what was chosen on the other.
+    """Return probabilities of all test images, each half's by what was chosen on 1000 images of the other.
 
     The network has seen every training image, so that none of them can tell how sure it should be.
     """
@@ -259,7 +259,7 @@ def by_halves(test: tuple[Tensor, Tensor], probs_after: Callable[[tuple[Tensor, 
     p = torch.empty(len(x), int(y.max()) + 1)
     for half in (0, 1):
         here, there = halves == half, halves != half
-        p[here] = probs_after((x[there], y[there]), x[here])
+        p[here] = probs_after((x[there][:VALIDATED], y[there][:VALIDATED]), x[here])
     return p
 
 
@@ -287,11 +287,10 @@ def cifar(args: argparse.Namespace) -> dict:
         def work() -> Tensor:
             lin = ntkgp.Linearization(net, example=train[0][:2])
             post = ntkgp.fit(lin, train, "categorical", method, "isotropic", tune=False, **options)
-            grid = torch.logspace(-1, 4, 11)
 
             def after(valid: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
                 post.prior.precision = 1.0
-                post.tune(validation=valid, grid=grid, progress=False)
+                post.tune(validation=valid, progress=False)
                 print(method, "precision", post.prior.precision.item(), flush=True)
                 return post.predict(x, progress=False).probs
 
