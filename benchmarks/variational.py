@@ -284,7 +284,9 @@ def cifar(args: argparse.Namespace) -> dict:
         best = min(grid, key=lambda t: nn.functional.cross_entropy(f / t, valid[1]).item())
         return (logits(x) / best).softmax(-1)
 
-    def posterior(method: str, **options: object) -> Callable[[], Tensor]:
+    def posterior(
+        method: str, ends: Callable[[ntkgp.Posterior], ntkgp.Posterior] = lambda post: post, **options: object
+    ) -> Callable[[], Tensor]:
         def work() -> Tensor:
             lin = ntkgp.Linearization(net, example=train[0][:2])
             post = ntkgp.fit(lin, train, "categorical", method, "isotropic", tune=False, **options)
@@ -293,7 +295,7 @@ def cifar(args: argparse.Namespace) -> dict:
                 post.prior.precision = 1.0
                 post.tune(validation=valid, progress=False)
                 print(method, "precision", post.prior.precision.item(), flush=True)
-                return post.predict(x, progress=False).probs
+                return ends(post).predict(x, progress=False).probs
 
             return by_halves((x, y), after)
 
@@ -303,7 +305,7 @@ def cifar(args: argparse.Namespace) -> dict:
     add("temperature", lambda: by_halves((x, y), temperature))
     add("last layer", posterior("last_layer"))
     sparse = {"num_inducing": args.values, "objective": "nystrom", "progress": False}
-    add("variational", posterior("variational", **sparse))
+    add("variational", posterior("variational", lambda post: post.twin(objective="elbo", epochs=3), **sparse))
     add("subset GP", posterior("function", subset=args.subset))
     ahead = paired(found["variational"], found["last layer"])
     for run in found.values():
