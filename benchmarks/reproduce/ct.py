@@ -173,6 +173,8 @@ def report(out: Path) -> str:
         for group, which in ((scored, ""), (blind, ", blind")):
             if group:
                 lines += _part(angles, group, which) + _own_floors(group, held_out)
+        if scored and blind:
+            lines += [f"## {angles} angles, {len(scored + blind)} images", *_own_floors(scored + blind, held_out)]
     if (file := out / "exact.json").exists():
         run = json.loads(file.read_text())
         lines += [
@@ -229,7 +231,7 @@ def _own_floors(runs: list[dict], held_out: list[dict]) -> list[str]:
 
     floors = list(runs[0]["log likelihood"]["evidence"])
     best = {name: max(floors, key=lambda f: values(held_out, name, f).mean().item()) for name in METHODS}
-    lines = [f"Each with the floor that is best for it on {len(held_out)} images that are not scored:", ""]
+    lines = ["", f"Each with the floor that is best for it on {len(held_out)} images that are not scored:", ""]
     lines += ["| | floor | log likelihood per pixel | less MC dropout's | standard errors |", "|---|---|---|---|---|"]
     for name, f in best.items():
         here = values(runs, name, f)
