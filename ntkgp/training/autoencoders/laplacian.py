@@ -1,17 +1,16 @@
 """The Laplacian autoencoder: weights are drawn while they are learnt, as their curvature says (Miani et al. 2022)."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from ntkgp.curvature import LayerwiseCurvature
 from ntkgp.curvature.layerwise import size_limit
 from ntkgp.evidence import precision_step
-from ntkgp.likelihoods import Likelihood
 from ntkgp.linearization.inputs import Input
 from ntkgp.posteriors import GivenDiagonalPosterior, Posterior
 from ntkgp.posteriors.data import shuffled
@@ -54,18 +53,13 @@ class LaplacianAutoencoder(AutoencoderObjective):
         post = lae.posterior(loader)
 
     Args:
-        encoder: from inputs to codes.
-        decoder: from codes to reconstructions.
-        likelihood: p(x | f); by default Gaussian with unit noise, which is not learnt.
-        num_data: N; ``fit`` and ``post_hoc`` find out themselves.
-        prior_std: s.
-        beta: weight of the prior in the loss.
-        seed: of order and draws.
+        args: encoder, decoder, likelihood ... as :class:`AutoencoderObjective` takes them.
         method: of the diagonal: "approximate", "mixed" or "exact", see :meth:`LayerwiseCurvature.diagonal`.
         bound: for "mixed", up to how many numbers an example a layer is exact.
         alpha: α, how fast curvature is forgotten.
         scale: "calibrated", or c.
         num_samples: networks drawn at each step.
+        options: as :class:`AutoencoderObjective` takes them.
 
     Raises:
         TypeError: if an argument is of the wrong kind.
@@ -74,20 +68,15 @@ class LaplacianAutoencoder(AutoencoderObjective):
 
     def __init__(
         self,
-        encoder: nn.Module,
-        decoder: nn.Module,
-        likelihood: str | Likelihood | None = None,
-        num_data: int | None = None,
-        prior_std: float | Mapping[str, float] = 1.0,
-        beta: float = 1.0,
-        seed: int = 0,
+        *args: Any,
         method: str = "approximate",
         bound: float | None = None,
         alpha: float = 1e-4,
         scale: float | str = "calibrated",
         num_samples: int = 1,
+        **options: Any,
     ) -> None:
-        super().__init__(encoder, decoder, likelihood, num_data, prior_std, beta, seed)
+        super().__init__(*args, **options)
         if not 0 < alpha <= 1:
             raise ValueError(f"alpha must be above 0 and at most 1, but is {alpha}")
         if scale != "calibrated" and not (isinstance(scale, int | float) and 0 < scale < float("inf")):

@@ -1,11 +1,11 @@
 """The variational autoencoder: noise on codes, not on weights."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ntkgp.likelihoods import Likelihood
 from ntkgp.linearization.inputs import Input
 from ntkgp.training.autoencoders.network import Autoencoder
 from ntkgp.training.autoencoders.objective import Draw
@@ -32,30 +32,19 @@ class VariationalAutoencoder(PlainAutoencoder):
     r"""E_{q(z|x)}[log p(x | z)] − λ KL(q(z | x) ‖ N(0, I)), by one draw of z (Kingma & Welling 2014).
 
     Args:
-        encoder: returns 2 K numbers: means, then logarithms of variances, as :class:`Heads` does.
-        decoder: from K numbers to what the likelihood takes.
-        likelihood: p(x | f); by default Gaussian with unit noise; "heteroscedastic" for a decoder with two heads.
-        num_data: N.
-        prior_std: s of the weights.
-        beta: weight of the weights' prior.
-        seed: of order and noise.
+        args: as :class:`AutoencoderObjective` takes them, but an encoder that returns 2 K numbers: means, then
+            logarithms of variances, as :class:`Heads` does; "heteroscedastic" is for a decoder with two heads.
         kl_weight: λ.
+        options: as :class:`AutoencoderObjective` takes them.
+
+    Raises:
+        ValueError: if ``kl_weight`` is not positive, and by ``loss`` if the encoder returns an odd number of values.
     """
 
     net: VariationalNetwork
 
-    def __init__(
-        self,
-        encoder: nn.Module,
-        decoder: nn.Module,
-        likelihood: str | Likelihood | None = None,
-        num_data: int | None = None,
-        prior_std: float | Mapping[str, float] = 1.0,
-        beta: float = 1.0,
-        seed: int = 0,
-        kl_weight: float = 1.0,
-    ) -> None:
-        super().__init__(encoder, decoder, likelihood, num_data, prior_std, beta, seed)
+    def __init__(self, *args: Any, kl_weight: float = 1.0, **options: Any) -> None:
+        super().__init__(*args, **options)
         if not kl_weight > 0:
             raise ValueError(f"kl_weight must be positive, but is {kl_weight}")
         self.kl_weight = kl_weight
