@@ -38,10 +38,11 @@ from variational_laplace import scored
 
 SMALL = {
     "samples": 5, "members": 2,
-    "ood": {"train": 256, "validation": 50, "test": 60, "epochs": 1, "milestones": [], "bins": 10},
+    "ood": {"train": 256, "validation": 50, "test": 60, "epochs": 1, "milestones": [], "warm epochs": 1, "bins": 10},
     "digits": {
-        "train": 256, "validation": 150, "test": 60, "epochs": 1, "milestones": [], "map": 5, "imputed": 40,
-        "classifier epochs": 1, "labels": [1, 3], "repetitions": 2, "neighbours tested": 50, "neighbour samples": 4,
+        "train": 256, "validation": 150, "test": 60, "epochs": 1, "milestones": [], "warm epochs": 1, "map": 5,
+        "imputed": 40, "classifier epochs": 1, "labels": [1, 3], "repetitions": 2, "neighbours tested": 50,
+        "neighbour samples": 4,
     },
 }  # fmt: skip
 # Questions

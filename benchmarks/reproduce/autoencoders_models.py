@@ -115,7 +115,7 @@ class Trainer:
     def post_hoc(self, method: str) -> LaplacianAutoencoder:
         """Return the autoencoder with the curvature of all images, its prior tuned."""
         net = self.plain(self.S["seed"]).net
-        model = LaplacianAutoencoder(net.encoder, net.decoder, **self._diagonal(method))
+        model = LaplacianAutoencoder(net.encoder, net.decoder, **self._diagonal(method), alpha=self.S["warm alpha"])
         model.post_hoc(self.x, self.S["post hoc batch"], progress=False)
         model.tune()
         return model
@@ -125,6 +125,13 @@ class Trainer:
         torch.manual_seed(self.S["seed"])
         options = self._diagonal(method) | {"alpha": self.S["alpha"], "scale": scale}
         return self.fit(LaplacianAutoencoder(self.encoder(), self.decoder(), **options), f"LAE-{method}-{scale}")
+
+    def warm(self) -> LaplacianAutoencoder:
+        """Return the autoencoder, trained on with its curvature from where plain training ended."""
+        model = self.post_hoc("mixed")
+        options = {"batch_size": self.S["batch"], "lr": self.S["warm lr"], "progress": False}
+        model.fit(self.x, self.E["warm epochs"], checkpoint=self.cache / "LAE-warm", **options)
+        return model
 
     def _diagonal(self, method: str) -> dict:
         return {"method": method, "bound": self.E["bound"] if method == "mixed" else None, "seed": self.S["seed"]}
@@ -139,6 +146,7 @@ MODELS: dict[str, Callable[[Trainer], StochasticAutoencoder]] = {
     "LAE post hoc": lambda t: t.post_hoc("mixed"),
     "LAE online": lambda t: t.online("mixed", 1.0),
     "LAE online, calibrated": lambda t: t.online("mixed", "calibrated"),
+    "LAE online, warm": Trainer.warm,
     "LAE post hoc, approximate": lambda t: t.post_hoc("approximate"),
     "LAE online, approximate": lambda t: t.online("approximate", 1.0),
 }

@@ -38,8 +38,8 @@ class LaplacianAutoencoder(AutoencoderObjective):
     often these are counted. The second counts them once: a_t = α / (1 − (1 − α)^t) makes h a mean over all steps t, the
     latest with most weight. In the paper the prior is forgotten with the rest of H; here 1/s² stays.
 
-    Post hoc: train by any means, then :meth:`post_hoc`, one pass for h, exactly that of all data. In a loop of one's
-    own:
+    Post hoc: train by any means, then :meth:`post_hoc`, one pass for h, exactly that of all data. Online training may
+    go on from there, which spares it the noise of an unknown h at the start. In a loop of one's own:
 
     .. code-block:: python
 
