@@ -123,7 +123,7 @@ class Trainer:
     def online(self, method: str, scale: float | str) -> LaplacianAutoencoder:
         """Return an autoencoder that was trained with its curvature."""
         torch.manual_seed(self.S["seed"])
-        options = self._diagonal(method) | {"alpha": self.S["alpha"], "scale": scale}
+        options = self._diagonal(method) | {"alpha": self.S["alpha"], "scale": scale, "prior_std": self.S["prior std"]}
         return self.fit(LaplacianAutoencoder(self.encoder(), self.decoder(), **options), f"LAE-{method}-{scale}")
 
     def warm(self) -> LaplacianAutoencoder:

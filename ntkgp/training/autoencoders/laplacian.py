@@ -89,9 +89,9 @@ class LaplacianAutoencoder(AutoencoderObjective):
         self._told |= {"method": method, "bound": str(bound), "alpha": str(self.alpha), "scale": str(scale)}
         self._told |= {"num_samples": str(num_samples)}
         self.register_buffer("h", torch.zeros_like(self.prior_std))
-        self.register_buffer("weight", torch.zeros((), dtype=torch.float64, device=self.prior_std.device))
+        self.register_buffer("mass", torch.zeros((), dtype=torch.float64, device=self.prior_std.device))
         self.h: Tensor  # (P,)
-        self.weight: Tensor  # (), 1 − (1 − α)^t: how much of a mean h is
+        self.mass: Tensor  # (), 1 − (1 − α)^t: how much of a mean h is
         with evaluating(self.net):
             self._layers = LayerwiseCurvature(self.net)
 
@@ -166,9 +166,9 @@ class LaplacianAutoencoder(AutoencoderObjective):
         """
         G = self.curvature(x, y)
         with torch.no_grad():
-            self.weight.mul_(1 - self.alpha).add_(self.alpha)
+            self.mass.mul_(1 - self.alpha).add_(self.alpha)
             if self.scale == "calibrated":
-                self.h.lerp_(self._size() / len(self._own(x, y)) * G, self.alpha / self.weight.item())
+                self.h.lerp_(self._size() / len(self._own(x, y)) * G, self.alpha / self.mass.item())
             else:
                 self.h.mul_(1 - self.alpha).add_(G, alpha=float(self.scale))
 
@@ -204,7 +204,7 @@ class LaplacianAutoencoder(AutoencoderObjective):
             raise ValueError(f"num_data is {self.num_data}, but data have {n} points")
         self.num_data = n
         self.h.copy_(h)
-        self.weight.fill_(1.0)
+        self.mass.fill_(1.0)
         return self._posterior(lin, source, memory_budget)
 
     def tune(self, steps: int = 100) -> float:
@@ -218,7 +218,7 @@ class LaplacianAutoencoder(AutoencoderObjective):
         """
         if not self._isotropic:
             raise ValueError("tune needs one prior_std for all weights, but it was given by name: tune the posterior")
-        if not self.weight > 0:
+        if not self.mass > 0:
             raise ValueError("there is no curvature yet: train, or call post_hoc, before tune")
         h, square = self.h.double(), self.mean().detach().double().square().sum()
         precision = self.prior_std[0].double() ** -2

@@ -83,7 +83,7 @@ class VariationalAutoencoder(PlainAutoencoder):
         """
         net = self._frozen()
         assert isinstance(net, VariationalNetwork)
-        generator = generator or torch.Generator().manual_seed(0)
+        generator = generator or torch.Generator(self.prior_std.device).manual_seed(0)
         for _ in range(n):
             yield _Noisy(net, generator)
 
