@@ -7,7 +7,7 @@ NTKGP_DATA ?= ../shared/data
 THREADS ?= 2
 PIP := $(BIN)/python -m pip install --quiet --retries 10 --timeout 60 --constraint constraints.txt
 
-.PHONY: help demo test lint types suite bench-kernel bench-posteriors bench-evidence bench-variational reproduce-uci reproduce-regression reproduce-figures reproduce-images reproduce-adapted reproduce-ct reproduce-ct-measured clean
+.PHONY: help demo test lint types suite docs screenshots bench-kernel bench-posteriors bench-evidence bench-variational bench-training reproduce-uci reproduce-regression reproduce-figures reproduce-images reproduce-adapted reproduce-ct reproduce-ct-measured reproduce-training clean
 .DEFAULT_GOAL := help
 
 help:  ## list every target
@@ -52,6 +52,10 @@ bench-variational: $(VENV)/.ready  ## sparse processes beside VaLLA and ELLA, an
 	@test -n "$$(ls -A $(PEERS) 2>/dev/null)" || bash ../shared/peers/setup $(PEERS)
 	@$(BIN)/python benchmarks/variational.py --peers $(PEERS) --data $(NTKGP_DATA) --threads $(THREADS)
 
+bench-training: $(VENV)/.ready  ## curvature by resolution beside BackPACK, steps of variational Laplace; a table in benchmarks/results/
+	@test -n "$$(ls -A $(PEERS) 2>/dev/null)" || bash ../shared/peers/setup $(PEERS)
+	@$(BIN)/python benchmarks/training.py --peers $(PEERS) --threads $(THREADS)
+
 reproduce-uci: $(VENV)/.ready  ## Table 1 and Fig. 5 of the local-linearisation paper into docs/results/uci/
 	@$(BIN)/python benchmarks/reproduce/uci.py --data $(NTKGP_DATA)
 
@@ -77,6 +81,11 @@ reproduce-ct: $(VENV)/.ready  ## KMNIST, a head at 128², experimental design, r
 
 reproduce-ct-measured: $(VENV)/.ready  ## Helsinki challenge and a tooth into docs/results/ct/
 	@$(BIN)/python benchmarks/reproduce/ct_measured.py --data $(NTKGP_DATA) --threads $(THREADS)
+
+reproduce-training: $(VENV)/.ready  ## variational Laplace, autoencoders, evidence-driven training into docs/results/training/
+	@$(BIN)/python benchmarks/reproduce/variational_laplace.py --data $(NTKGP_DATA) --threads $(THREADS)
+	@$(BIN)/python benchmarks/reproduce/autoencoders.py --data $(NTKGP_DATA) --threads $(THREADS)
+	@$(BIN)/python benchmarks/reproduce/evidence_training.py --data $(NTKGP_DATA) --threads $(THREADS)
 
 clean:  ## remove what the targets made, the environments included
 	rm -rf $(VENV) $(PEERS) demo build *.egg-info .pytest_cache .ruff_cache .mypy_cache .coverage

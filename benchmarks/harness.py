@@ -15,7 +15,7 @@ import torch
 
 HERE = Path(__file__).parent
 
-__all__ = ["HERE", "Table", "alone", "commit", "machine", "median", "peak_mb", "run_json", "write"]
+__all__ = ["HERE", "Table", "alone", "commit", "kept", "machine", "median", "memory_mb", "peak_mb", "run_json", "write"]
 
 
 def run_json(command: list, label: str, environment: dict | None = None) -> dict:
@@ -69,8 +69,27 @@ def median(times: list[float]) -> float:
 
 def peak_mb() -> float:
     """Largest resident memory of this process so far; ru_maxrss would count the parent's too."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return memory_mb("VmHWM")
+
+
+def memory_mb(key: str) -> float:
+    """Resident memory of this process: VmRSS now, VmHWM at its highest."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
     return int(line.split()[1]) / 1024
+
+
+def kept(path: Path, work: Callable[[], dict], **told: object) -> dict:
+    """Return what is in the file, or what the work finds: then that is there, whole, with its origin."""
+    if path.exists():
+        return json.loads(path.read_text())
+    origin, start = commit(), time.perf_counter()  # of the code that runs, whatever is committed meanwhile
+    found = work() | told
+    found |= {"minutes": (time.perf_counter() - start) / 60, "commit": origin, "machine": machine()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(path.name + ".part")
+    aside.write_text(json.dumps(found) + "\n")
+    aside.replace(path)
+    return found
 
 
 def commit() -> str:

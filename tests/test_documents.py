@@ -67,6 +67,18 @@ def test_the_example_of_a_reconstruction_prints_scores_and_draws_figures(tmp_pat
     assert {path.name for path in tmp_path.iterdir()} == names
 
 
+def test_the_example_of_an_autoencoder_prints_a_table_and_draws_a_figure(tmp_path):
+    command = [sys.executable, "examples/laplacian_autoencoder.py", "--small", "--output", tmp_path]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    rows = re.findall(r"^(plain|Laplace, \w+(?: \w+)?) +([-\d. ]+)$", result.stdout, re.MULTILINE)
+    assert [name for name, _ in rows] == ["plain", "Laplace, post hoc", "Laplace, online"]
+    numbers = [[float(value) for value in line.split()] for _, line in rows]
+    assert numbers[0][3:] == [0.5, 0.5, 0.5, 0.5]  # one network does not disagree with itself
+    assert numbers[1][3] > 0.6
+    assert numbers[2][2] > numbers[1][2]  # drawn networks reconstruct better after training with them
+    assert (tmp_path / "laplacian_autoencoder.png").stat().st_size > 10_000
+
+
 def test_the_map_of_the_code_names_every_module():
     text = (ROOT / "docs" / "architecture.md").read_text()
     modules = [p.name for p in (ROOT / "ntkgp").rglob("*.py") if p.name != "__init__.py" and "priors" not in p.parts]

@@ -13,8 +13,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from matplotlib.axes import Axes
+from modes import mlp, train_classification, train_regression
 from torch import Tensor, nn
-from training import mlp, train_classification, train_regression
 
 import ntkgp
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from training import mlp, train_regression
+from modes import mlp, train_regression
 
 import ntkgp
 

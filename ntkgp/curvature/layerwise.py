@@ -22,9 +22,22 @@ from ntkgp.linearization import Linearization
 from ntkgp.linearization.inputs import Input, validate_input
 from ntkgp.linearization.snapshot import CallConvention
 
-__all__ = ["LayerwiseCurvature", "OutputRoot"]
+__all__ = ["LayerwiseCurvature", "OutputRoot", "size_limit"]
 
 METHODS = ("approximate", "mixed", "exact")
+
+
+def size_limit(method: str, bound: float | None) -> float:
+    """Return up to which size of a tensor M is kept whole.
+
+    Raises:
+        ValueError: if the method is not known, or has a bound that it does not take.
+    """
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, but is {method!r}")
+    if (method == "mixed") != (bound is not None) or (bound is not None and not bound >= 0):
+        raise ValueError(f'bound must be a number from 0 on for method="mixed", and None else, but is {bound}')
+    return bound if bound is not None else 0.0 if method == "approximate" else inf
 
 
 class OutputRoot(Protocol):
@@ -82,14 +95,8 @@ class LayerwiseCurvature:
         Raises:
             ValueError: if a name is not known, R does not fit the outputs, or an operation has no rule; it is named.
         """
-        if method not in METHODS:
-            raise ValueError(f"method must be one of {', '.join(METHODS)}, but is {method!r}")
-        if (method == "mixed") != (bound is not None) or (bound is not None and not bound >= 0):
-            raise ValueError(f'bound must be a number from 0 on for method="mixed", and None else, but is {bound}')
-        limit = {"approximate": 0.0, "exact": inf}.get(method, bound)
-        assert limit is not None
         sums = ParameterSums(blocks=False, tied=self._tape.tied)
-        self._pull(x, root, limit, sums)
+        self._pull(x, root, size_limit(method, bound), sums)
         return {name: sums.total(name, p) for name, p in self._parameters()}
 
     def blocks(self, x: Input, root: Callable[[Tensor], OutputRoot]) -> dict[str, Tensor]:  # {name: (p, p)}

@@ -181,6 +181,7 @@ class Run:
                 f"the loss is {terms.loss.item()} at step {state.step}: try a smaller lr than {self.plan.lr}"
             )
         terms.loss.backward()
+        self.objective.before_step(data.x, data.y)
         self.optimizer.step()
         n = len(data)
         new = [t.item() for t in (terms.loss, terms.log_prob, terms.penalty, terms.divergence)]

@@ -160,7 +160,10 @@ class WeightObjective(nn.Module):
         kinds = {"objective": type(self).__name__, "likelihood": type(self.likelihood).__name__}
         return kinds | {"network": network, "points": str(self.num_data)} | self._told
 
-    # What ``fit`` asks for between epochs
+    # What ``fit`` asks for between steps and epochs
+
+    def before_step(self, x: Input, y: Tensor) -> None:
+        """Do what is due once a minibatch has its gradient, at the weights where it was taken."""
 
     def after_epoch(self, epoch: int, lin: Linearization, source: Source) -> dict[str, Any]:
         """Do what is due after an epoch, and return what the history should tell of it."""

@@ -1,0 +1,152 @@
+"""The networks of autoencoders.py, and how each model is trained."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ntkgp.training.autoencoders import (
+    AutoencoderEnsemble,
+    DropoutAutoencoder,
+    Heads,
+    LaplacianAutoencoder,
+    PlainAutoencoder,
+    StochasticAutoencoder,
+    VariationalAutoencoder,
+)
+
+LATENT = 2
+
+
+# Networks
+
+
+def layers(parts: list[list[nn.Module]], dropout: float) -> nn.Sequential:
+    """Join what lies between trainable layers, with dropout before all but the first."""
+    joined = [[nn.Dropout(dropout), *part] if dropout and i else part for i, part in enumerate(parts)]
+    return nn.Sequential(*(module for part in joined for module in part))
+
+
+def conv_encoder(dropout: float = 0.0) -> nn.Module:
+    return layers(
+        [
+            [nn.Conv2d(1, 8, 3, padding=1), nn.Tanh(), nn.MaxPool2d(2)],
+            [nn.Conv2d(8, 12, 3, padding=1), nn.Tanh(), nn.MaxPool2d(2), nn.Flatten()],
+            [nn.Linear(588, 64), nn.Tanh()],
+            [nn.Linear(64, 32), nn.Tanh()],
+            [nn.Linear(32, LATENT)],
+        ],
+        dropout,
+    )
+
+
+def conv_decoder(dropout: float = 0.0) -> nn.Module:
+    return layers(
+        [
+            [nn.Linear(LATENT, 32), nn.Tanh()],
+            [nn.Linear(32, 64), nn.Tanh()],
+            [nn.Linear(64, 588), nn.Tanh(), nn.Unflatten(1, (12, 7, 7)), nn.Upsample(scale_factor=2)],
+            [nn.Conv2d(12, 8, 3, padding=1), nn.Tanh(), nn.Upsample(scale_factor=2)],
+            [nn.Conv2d(8, 1, 3, padding=1)],
+        ],
+        dropout,
+    )
+
+
+def linear_encoder(dropout: float = 0.0) -> nn.Module:
+    hidden = [[nn.Flatten(), nn.Linear(784, 256), nn.Tanh()], [nn.Linear(256, 64), nn.Tanh()]]
+    return layers([*hidden, [nn.Linear(64, LATENT)]], dropout)
+
+
+def linear_decoder(dropout: float = 0.0) -> nn.Module:
+    hidden = [[nn.Linear(LATENT, 64), nn.Tanh()], [nn.Linear(64, 256), nn.Tanh()]]
+    return layers([*hidden, [nn.Linear(256, 784)]], dropout)
+
+
+PAIRS = {"conv": (conv_encoder, conv_decoder), "linear": (linear_encoder, linear_decoder)}
+
+
+# Models: each is trained, or taken from the cache
+
+
+class Trainer:
+    """Trains models on the images of one experiment."""
+
+    def __init__(self, x: Tensor, S: dict, E: dict, cache: Path) -> None:
+        self.x, self.S, self.E, self.cache = x, S, E, cache
+        self.encoder, self.decoder = PAIRS[E["network"]]
+
+    def fit(self, model: object, file: str) -> object:
+        """Train a model, or go on where it was."""
+        S, E = self.S, self.E
+        options = {"batch_size": S["batch"], "lr": S["lr"], "milestones": E["milestones"], "progress": False}
+        model.fit(self.x, E["epochs"], checkpoint=self.cache / file, **options)
+        return model
+
+    def plain(self, seed: int) -> PlainAutoencoder:
+        """Return an autoencoder."""
+        torch.manual_seed(seed)
+        return self.fit(PlainAutoencoder(self.encoder(), self.decoder(), seed=seed), f"AE-{seed}")
+
+    def learned_variance(self) -> PlainAutoencoder:
+        """Return an autoencoder that predicts its noise."""
+        torch.manual_seed(self.S["seed"])
+        decoder = Heads(self.decoder(), self.decoder())
+        return self.fit(PlainAutoencoder(self.encoder(), decoder, "heteroscedastic"), "AE-variance")
+
+    def variational(self) -> VariationalAutoencoder:
+        """Return a variational autoencoder with two encoders and two decoders."""
+        torch.manual_seed(self.S["seed"])
+        parts = Heads(self.encoder(), self.encoder()), Heads(self.decoder(), self.decoder())
+        model = VariationalAutoencoder(*parts, "heteroscedastic", kl_weight=self.S["kl weight"])
+        return self.fit(model, "VAE")
+
+    def dropout(self) -> DropoutAutoencoder:
+        """Return an autoencoder with dropout."""
+        torch.manual_seed(self.S["seed"])
+        rate = self.S["dropout"]
+        return self.fit(DropoutAutoencoder(self.encoder(rate), self.decoder(rate)), "MC-AE")
+
+    def ensemble(self) -> AutoencoderEnsemble:
+        """Return autoencoders from several seeds."""
+        return AutoencoderEnsemble([self.plain(self.S["seed"] + i) for i in range(self.S["members"])])
+
+    def post_hoc(self, method: str) -> LaplacianAutoencoder:
+        """Return the autoencoder with the curvature of all images, its prior tuned."""
+        net = self.plain(self.S["seed"]).net
+        model = LaplacianAutoencoder(net.encoder, net.decoder, **self._diagonal(method), alpha=self.S["warm alpha"])
+        model.post_hoc(self.x, self.S["post hoc batch"], progress=False)
+        model.tune()
+        return model
+
+    def online(self, method: str, scale: float | str) -> LaplacianAutoencoder:
+        """Return an autoencoder that was trained with its curvature."""
+        torch.manual_seed(self.S["seed"])
+        options = self._diagonal(method) | {"alpha": self.S["alpha"], "scale": scale, "prior_std": self.S["prior std"]}
+        return self.fit(LaplacianAutoencoder(self.encoder(), self.decoder(), **options), f"LAE-{method}-{scale}")
+
+    def warm(self) -> LaplacianAutoencoder:
+        """Return the autoencoder, trained on with its curvature from where plain training ended."""
+        model = self.post_hoc("mixed")
+        options = {"batch_size": self.S["batch"], "lr": self.S["warm lr"], "progress": False}
+        model.fit(self.x, self.E["warm epochs"], checkpoint=self.cache / "LAE-warm", **options)
+        return model
+
+    def _diagonal(self, method: str) -> dict:
+        return {"method": method, "bound": self.E["bound"] if method == "mixed" else None, "seed": self.S["seed"]}
+
+
+MODELS: dict[str, Callable[[Trainer], StochasticAutoencoder]] = {
+    "AE": lambda t: t.plain(t.S["seed"]),
+    "AE, learned variance": Trainer.learned_variance,
+    "VAE": Trainer.variational,
+    "MC-AE": Trainer.dropout,
+    "AE ensemble": Trainer.ensemble,
+    "LAE post hoc": lambda t: t.post_hoc("mixed"),
+    "LAE online": lambda t: t.online("mixed", 1.0),
+    "LAE online, calibrated": lambda t: t.online("mixed", "calibrated"),
+    "LAE online, warm": Trainer.warm,
+    "LAE post hoc, approximate": lambda t: t.post_hoc("approximate"),
+    "LAE online, approximate": lambda t: t.online("approximate", 1.0),
+}

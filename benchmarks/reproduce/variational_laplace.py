@@ -1,0 +1,206 @@
+"""Variational Laplace beside mean-field VI and MAP: Table 1 and Fig. 2 of Unlu & Aitchison (2021), on FashionMNIST.
+
+    python benchmarks/reproduce/variational_laplace.py --data DIR [--small] [--report]
+
+One softplus CNN, trained on the same images by each objective, with the weights' prior N(0, 2/fan-in) tempered by β; β
+is chosen by the NLL on validation images that were not trained on. Settings stand in training.json. One JSON a run is
+kept under ``--out``, and what is there is not run again; runs that are stopped go on from ``--cache``.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import torch
+from torch import Tensor, nn
+
+from ntkgp.report import metrics
+from ntkgp.training import MaximumAPosteriori, MeanFieldVI, VariationalLaplace
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from harness import kept
+from images import images
+from settings import command_line, mean_and_error
+
+mpl.use("Agg")
+SMALL = {  # seconds, to see that all runs
+    "train": 300, "validation": 100, "test": 200, "seeds": [0, 1], "betas": [1.0, 0.1], "epochs": 2, "milestones": [1],
+    "other rates": [3.0],
+}  # fmt: skip
+OBJECTIVES: dict[str, Callable] = {"MAP": MaximumAPosteriori, "VI": MeanFieldVI, "VL": VariationalLaplace}
+PAPER = {"VL": (0.16, 0.946, 0.010), "VI (mean)": (0.23, 0.940, 0.034), "VI (10 samples)": (0.29, 0.936, 0.016)}
+PAPER |= {"MAP": (0.29, 0.936, 0.096)}  # a PreactResNet-18 on all 60,000 images
+ROWS = {"VL": "VL", "VI (mean)": "VI", "VI (10 samples)": "VI", "MAP": "MAP"}  # row -> whose runs
+
+
+def cnn() -> nn.Module:
+    """Two convolutions and two linear layers with softplus between them, 105,866 parameters."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 16, 3, padding=1), nn.Softplus(), nn.AvgPool2d(2)),
+        *(nn.Conv2d(16, 32, 3, padding=1), nn.Softplus(), nn.AvgPool2d(2)),
+        *(nn.Flatten(), nn.Linear(1568, 64), nn.Softplus(), nn.Linear(64, 10)),
+    )
+
+
+def scales(net: nn.Module) -> dict[str, float]:
+    """Return s = √(2 / fan-in) of every layer."""
+    layers = {name: module for name, module in net.named_modules() if hasattr(module, "weight")}
+    return {name: math.sqrt(2 / module.weight[0].numel()) for name, module in layers.items()}
+
+
+class Split:
+    """Training, validation and test images, standardised, the same for every seed."""
+
+    def __init__(self, data: Path, name: str, S: dict) -> None:
+        x, y = images(data, name, "train")
+        x_test, y_test = images(data, name, "test")
+        centre, scale = x.mean(), x.std()
+        x, x_test = (x - centre) / scale, (x_test - centre) / scale
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+        parts = order[: S["train"]], order[S["train"] : S["train"] + S["validation"]]
+        self.train, self.validation = ((x[i], y[i]) for i in parts)
+        self.test = x_test[: S["test"]], y_test[: S["test"]]
+
+
+def scored(probs: Tensor, y: Tensor) -> dict[str, float]:
+    nll = -probs[torch.arange(len(y)), y].clamp(min=1e-12).log().mean().item()
+    return {"nll": nll, "accuracy": metrics.accuracy(probs, y), "ece": metrics.expected_calibration_error(probs, y)}
+
+
+def one(split: Split, S: dict, cache: Path, method: str, beta: float, rate: float, seed: int) -> dict:
+    """Train once, and score on validation and test images."""
+    torch.manual_seed(seed)
+    net = cnn()
+    options = {} if method == "MAP" else {"log_sigma_rate": rate}
+    objective = OBJECTIVES[method](net, "categorical", prior_std=scales(net), beta=beta, seed=seed, **options)
+    training = {"batch_size": S["batch"], "lr": S["lr"], "milestones": S["milestones"], "progress": False}
+    post = objective.fit(split.train, S["epochs"], checkpoint=cache / name(method, beta, rate, seed), **training)
+    ways = {"map": {"predictive": "map"}}
+    if method == "VI":
+        ways["samples"] = {"predictive": "bnn", "num_samples": S["samples"]}
+    found: dict = {"method": method, "beta": beta, "rate": rate, "elbo": [-e["loss"] for e in objective.history]}
+    found["parameters"] = sum(p.numel() for p in net.parameters())
+    for which in ("validation", "test"):
+        x, y = getattr(split, which)
+        found[which] = {way: scored(post.predict(x, progress=False, **how).probs, y) for way, how in ways.items()}
+    return found
+
+
+def name(method: str, beta: float, rate: float, seed: int) -> str:
+    return f"{method}-beta{beta:g}-rate{rate:g}-{seed}"
+
+
+def runs(S: dict) -> Iterator[tuple[str, float, float, int]]:
+    """Yield method, β, multiplier of log σ's rate, and seed."""
+    for seed in S["seeds"]:
+        for beta in S["betas"]:
+            for method in OBJECTIVES:
+                yield method, beta, S["rate"], seed
+    for seed in S["rates at"]["seeds"]:
+        for beta in S["rates at"]["betas"]:
+            for rate in S["other rates"]:
+                yield from ((method, beta, rate, seed) for method in ("VI", "VL"))
+
+
+# The report
+
+
+def report(out: Path, S: dict) -> str:
+    found = [json.loads(path.read_text()) for path in sorted(out.glob("*-beta*.json"))]
+    if not found:
+        return "nothing has run yet"
+    main = [run for run in found if run["rate"] == S["rate"]]
+    lines = ["# Variational Laplace on FashionMNIST", "", _origin(found, S), ""]
+    lines += ["| | β, by validation NLL | test NLL | accuracy | ECE |", "|---|---|---|---|---|"]
+    for row, method in ROWS.items():
+        way, beta = "samples" if "samples" in row else "map", best(main, row, S)
+        cells = []
+        for i, (key, digits) in enumerate((("nll", 3), ("accuracy", 4), ("ece", 4))):
+            values = [run["test"][way][key] for run in main if run["method"] == method and run["beta"] == beta]
+            cells.append(f"{mean_and_error(values, digits)} ({PAPER[row][i]:g})")
+        lines.append(f"| {row} | {beta:g} | " + " | ".join(cells) + " |")
+    lines += ["", "In brackets: the paper's, a PreactResNet-18 on all training images.", ""]
+    lines += ["![by β](variational_laplace.png)", "", "![by rate](variational_laplace_rates.png)", ""]
+    draw_betas(out / "variational_laplace.png", main, S)
+    draw_rates(out / "variational_laplace_rates.png", found, S)
+    text = "\n".join(lines)
+    (out / "variational_laplace.md").write_text(text)
+    return text
+
+
+def _origin(found: list[dict], S: dict) -> str:
+    commits = ", ".join(sorted({run["commit"] for run in found}))
+    minutes = sum(run["minutes"] for run in found)
+    return (
+        f"`make reproduce-training`: a CNN of {found[0]['parameters']} parameters, {S['train']} training images, "
+        f"{S['epochs']} epochs, seeds {S['seeds']}; {len(found)} runs, {minutes:.0f} minutes; {found[0]['machine']}, "
+        f"commits {commits}. Means ± standard errors over seeds."
+    )
+
+
+def best(main: list[dict], row: str, S: dict) -> float:
+    """Return β with the smallest mean NLL on validation images."""
+    way = "samples" if "samples" in row else "map"
+
+    def nll(beta: float) -> float:
+        some = [r["validation"][way]["nll"] for r in main if r["method"] == ROWS[row] and r["beta"] == beta]
+        return sum(some) / len(some) if some else math.inf
+
+    return min(S["betas"], key=nll)
+
+
+def draw_betas(path: Path, main: list[dict], S: dict) -> None:
+    figure, axes = plt.subplots(1, 3, figsize=(9, 2.6), layout="constrained")
+    for ax, (key, label) in zip(axes, (("nll", "NLL"), ("accuracy", "accuracy"), ("ece", "ECE")), strict=True):
+        for row, method in ROWS.items():
+            way = "samples" if "samples" in row else "map"
+            by_beta = {
+                b: [r["test"][way][key] for r in main if r["method"] == method and r["beta"] == b] for b in S["betas"]
+            }
+            points = {b: sum(v) / len(v) for b, v in by_beta.items() if v}
+            ax.plot(list(points), list(points.values()), "o-", ms=3, label=row)
+        ax.set(xscale="log", xlabel="β", ylabel=f"test {label}")
+    axes[0].legend(frameon=False, fontsize=7)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def draw_rates(path: Path, found: list[dict], S: dict) -> None:
+    """Draw the bound along training, and bound and NLL at its end, by the multiplier of log σ's learning rate."""
+    betas = [b for b in S["rates at"]["betas"] if any(r["beta"] == b for r in found)]
+    figure, axes = plt.subplots(len(betas), 4, figsize=(11, 2.4 * len(betas)), layout="constrained", squeeze=False)
+    for line, beta in zip(axes, betas, strict=True):
+        some = [r for r in found if r["beta"] == beta and f"-{S['rates at']['seeds'][0]}" == f"-{r['seed']}"]
+        for column, method in enumerate(("VI", "VL")):
+            mine = sorted((r for r in some if r["method"] == method), key=lambda r: r["rate"])
+            for shade, run in enumerate(mine):
+                line[column].plot(run["elbo"], color=plt.cm.viridis(shade / 4), label=f"x{run['rate']:g}")
+            line[column].set(title=f"{method}, β = {beta:g}", xlabel="epoch", ylabel="bound / N")
+            rates = [run["rate"] for run in mine]
+            line[2].plot(rates, [run["elbo"][-1] for run in mine], "o-", ms=3, label=method)
+            line[3].plot(rates, [run["test"]["map"]["nll"] for run in mine], "o-", ms=3, label=f"{method}, mean")
+        line[2].set(xscale="log", xlabel="multiplier", ylabel="bound / N at the end")
+        line[3].set(xscale="log", xlabel="multiplier", ylabel="test NLL")
+    for ax in axes[0]:
+        ax.legend(frameon=False, fontsize=7)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main() -> None:
+    args, S = command_line(__doc__, "variational laplace", SMALL)
+    if not args.report:
+        split = Split(args.data, S["data"], S)
+        for run in runs(S):
+            path = args.out / f"{name(*run)}.json"
+            found = kept(path, lambda run=run: one(split, S, args.cache, *run), command=args.command, seed=run[3])
+            print(path.stem, found["test"], f"{found['minutes']:.1f} minutes", flush=True)
+    print(report(args.out, S))
+
+
+if __name__ == "__main__":
+    main()

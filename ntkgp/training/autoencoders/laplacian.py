@@ -1,0 +1,235 @@
+"""The Laplacian autoencoder: weights are drawn while they are learnt, as their curvature says (Miani et al. 2022)."""
+
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from ntkgp.curvature import LayerwiseCurvature
+from ntkgp.curvature.layerwise import size_limit
+from ntkgp.evidence import precision_step
+from ntkgp.linearization.inputs import Input
+from ntkgp.posteriors import GivenDiagonalPosterior, Posterior
+from ntkgp.posteriors.data import shuffled
+from ntkgp.posteriors.model import LinearModel
+from ntkgp.posteriors.tuning import hidden
+from ntkgp.priors import Prior
+from ntkgp.training.autoencoders.network import Autoencoder
+from ntkgp.training.autoencoders.objective import AutoencoderObjective
+from ntkgp.training.objective import Terms
+from ntkgp.training.smoothness import evaluating
+
+__all__ = ["LaplacianAutoencoder"]
+
+
+class LaplacianAutoencoder(AutoencoderObjective):
+    r"""q = N(θ, diag(h + 1/s²)⁻¹) over the weights of an autoencoder, h the diagonal of a GGN of the data.
+
+    Online, by Monte Carlo EM: a step draws networks from q and goes down the gradient of E_q[−log p(x | f)] in θ
+    (Eq. 8); h follows the curvature G of the minibatch of S points, at the θ where the step starts. ``scale`` says how:
+
+    .. math:: h \leftarrow (1 - \alpha) h + c \, G \quad (c \text{ a number}), \qquad
+       h \leftarrow (1 - a_t) h + a_t \frac{N}{S} G \quad (\text{"calibrated"})
+
+    The first is Eq. 11 for c = 1; it settles at c S / (α N) times the curvature of the data, so that α decides how
+    often these are counted. The second counts them once: a_t = α / (1 − (1 − α)^t) makes h a mean over all steps t, the
+    latest with most weight. In the paper the prior is forgotten with the rest of H; here 1/s² stays.
+
+    Post hoc: train by any means, then :meth:`post_hoc`, one pass for h, exactly that of all data. Online training may
+    go on from there, which spares it the noise of an unknown h at the start. In a loop of one's own:
+
+    .. code-block:: python
+
+        lae = ntkgp.training.LaplacianAutoencoder(encoder, decoder, num_data=60_000)
+        optimizer = torch.optim.Adam(lae.parameter_groups(lr=1e-3))
+        for x, _ in loader:
+            optimizer.zero_grad()
+            lae.loss(x).backward()
+            lae.update(x)
+            optimizer.step()
+        post = lae.posterior(loader)
+
+    Args:
+        args: encoder, decoder, likelihood ... as :class:`AutoencoderObjective` takes them.
+        method: of the diagonal: "approximate", "mixed" or "exact", see :meth:`LayerwiseCurvature.diagonal`.
+        bound: for "mixed", up to how many numbers an example a layer is exact.
+        alpha: α, how fast curvature is forgotten.
+        scale: "calibrated", or c.
+        num_samples: networks drawn at each step.
+        options: as :class:`AutoencoderObjective` takes them.
+
+    Raises:
+        TypeError: if an argument is of the wrong kind.
+        ValueError: if a name is not known, a number is out of range, or the curvature of a layer has no rule.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        method: str = "approximate",
+        bound: float | None = None,
+        alpha: float = 1e-4,
+        scale: float | str = "calibrated",
+        num_samples: int = 1,
+        **options: Any,
+    ) -> None:
+        super().__init__(*args, **options)
+        if not 0 < alpha <= 1:
+            raise ValueError(f"alpha must be above 0 and at most 1, but is {alpha}")
+        if scale != "calibrated" and not (isinstance(scale, int | float) and 0 < scale < float("inf")):
+            raise ValueError(f'scale must be "calibrated" or a positive number, but is {scale!r}')
+        if num_samples < 1:
+            raise ValueError(f"num_samples must be at least 1, but is {num_samples}")
+        size_limit(method, bound)
+        self.method, self.bound, self.alpha, self.scale = method, bound, float(alpha), scale
+        self.num_samples = num_samples
+        self._told |= {"method": method, "bound": str(bound), "alpha": str(self.alpha), "scale": str(scale)}
+        self._told |= {"num_samples": str(num_samples)}
+        self.register_buffer("h", torch.zeros_like(self.prior_std))
+        self.register_buffer("mass", torch.zeros((), dtype=torch.float64, device=self.prior_std.device))
+        self.h: Tensor  # (P,)
+        self.mass: Tensor  # (), 1 − (1 − α)^t: how much of a mean h is
+        with evaluating(self.net):
+            self._layers = LayerwiseCurvature(self.net)
+
+    # q
+
+    def variances(self) -> Tensor:  # (P,)
+        """Return 1 / (h + 1/s²)."""
+        return (self.h + self.prior_std**-2).reciprocal()
+
+    def draw(self, generator: torch.Generator | None = None) -> Tensor:  # (P,)
+        """Return θ + ε σ, differentiable in θ.
+
+        Args:
+            generator: of ε; by default this object's own.
+        """
+        theta = self.mean()
+        noise = torch.randn(theta.shape, generator=generator or self.generator, dtype=theta.dtype, device=theta.device)
+        return theta + self.variances().sqrt() * noise
+
+    def draws(self, n: int, generator: torch.Generator | None = None) -> Iterator[Autoencoder]:
+        """Yield n networks drawn from q.
+
+        Args:
+            n: how many.
+            generator: by default seed 0, so that they repeat.
+        """
+        generator = generator or torch.Generator(self.h.device).manual_seed(0)
+        for _ in range(n):
+            drawn = deepcopy(self.net).eval().requires_grad_(False)
+            with torch.no_grad():
+                for name, value in self.layout.split(self.draw(generator)).items():
+                    drawn.get_parameter(name).copy_(value)
+            yield drawn
+
+    # Training
+
+    def terms(self, x: Input, y: Tensor, generator: torch.Generator | None = None) -> Terms:
+        """Return the parts of the objective for a minibatch, log p as a mean over drawn networks.
+
+        Args:
+            x: S inputs.
+            y: what is reconstructed.
+            generator: of the draws; by default this object's own.
+        """
+        total = torch.zeros_like(self.prior_std[0])
+        for _ in range(self.num_samples):
+            f = self.outputs(x, self.layout.split(self.draw(generator)))
+            total = total + self.likelihood.log_prob(self._targets(y, f), f).mean()
+        divergence = (self.mean() / self.prior_std).square().sum() / 2
+        return Terms(total / self.num_samples, torch.zeros_like(total), divergence / self._size(), self.beta)
+
+    def curvature(self, x: Input, y: Tensor | None = None) -> Tensor:  # (P,)
+        """Return the diagonal of Σ_n J_nᵀ Λ_n J_n at θ.
+
+        Args:
+            x: any number of inputs, all at once.
+            y: what is reconstructed; by default x.
+        """
+        target = self._own(x, y)
+        with evaluating(self.net):
+            parts = self._layers.diagonal(
+                x, lambda f: self.likelihood.expand(self._targets(target, f), f).R, self.method, self.bound
+            )
+        return torch.cat([parts[name] for name in self.layout.names])
+
+    def update(self, x: Input, y: Tensor | None = None) -> None:
+        """Move h by a minibatch, at θ as it is now: call it between the gradient and the step.
+
+        Args:
+            x: S inputs.
+            y: what is reconstructed; by default x.
+        """
+        G = self.curvature(x, y)
+        with torch.no_grad():
+            self.mass.mul_(1 - self.alpha).add_(self.alpha)
+            if self.scale == "calibrated":
+                self.h.lerp_(self._size() / len(self._own(x, y)) * G, self.alpha / self.mass.item())
+            else:
+                self.h.mul_(1 - self.alpha).add_(G, alpha=float(self.scale))
+
+    def before_step(self, x: Input, y: Tensor) -> None:
+        """Move h."""
+        self.update(x, y)
+
+    # After training
+
+    def post_hoc(
+        self, data: Any, batch_size: int = 128, progress: bool | None = None, memory_budget: int = 4 << 30
+    ) -> Posterior:
+        """Set h to the curvature of all data at θ, by one pass, and return the posterior.
+
+        Args:
+            data: X, a Dataset or a DataLoader.
+            batch_size: points at a time; a loader has its own.
+            progress: whether to show a bar; by default in a terminal.
+            memory_budget: bytes that the features of the posterior may take.
+
+        Raises:
+            ValueError: if data do not fit, or are not N.
+        """
+        from ntkgp.training.loop import checked_source
+
+        lin, source = checked_source(self, self._pairs(data))
+        h, n = torch.zeros_like(self.h), 0
+        batches = shuffled(source, batch_size, torch.Generator().manual_seed(self.seed), lin, self.likelihood)
+        for batch in tqdm(batches, desc="curvature", unit="batches", disable=hidden(progress)):
+            h += self.curvature(batch.x, batch.y)
+            n += len(batch)
+        if self.num_data not in (None, n):
+            raise ValueError(f"num_data is {self.num_data}, but data have {n} points")
+        self.num_data = n
+        self.h.copy_(h)
+        self.mass.fill_(1.0)
+        return self._posterior(lin, source, memory_budget)
+
+    def tune(self, steps: int = 100) -> float:
+        """Move the precision 1/s² to MacKay's fixed point γ / ‖θ‖² under h, and return s.
+
+        Args:
+            steps: at most.
+
+        Raises:
+            ValueError: if the prior has more than one precision, or h is not known yet.
+        """
+        if not self._isotropic:
+            raise ValueError("tune needs one prior_std for all weights, but it was given by name: tune the posterior")
+        if not self.mass > 0:
+            raise ValueError("there is no curvature yet: train, or call post_hoc, before tune")
+        h, square = self.h.double(), self.mean().detach().double().square().sum()
+        precision = self.prior_std[0].double() ** -2
+        for _ in range(steps):
+            before, gamma = precision, (h / (h + precision)).sum()
+            precision = precision_step(before, gamma, before * square)
+            if abs(precision / before - 1) < 1e-6:
+                break
+        self.prior_std.fill_(precision.rsqrt().item())
+        return self.prior_std[0].item()
+
+    def posterior_of(self, model: LinearModel, prior: Prior) -> Posterior:
+        """Return q."""
+        return GivenDiagonalPosterior.of(model, prior, model.likelihood, self.variances())
