@@ -198,6 +198,16 @@ def test_options_dtype_and_seed_reach_the_library(here, capsys):
     assert found["variance"] == pytest.approx(expected.variance.detach().numpy(), rel=1e-4)
 
 
+def test_the_plan_is_the_librarys(here, capsys):
+    main(["plan", *FIT[1:], "--inducing", "5", "--json"])
+    told = json.loads(capsys.readouterr().out)
+    plan = ntkgp.plan(network("w.safetensors"), data("d.npz"), "categorical", num_inducing=5)
+    assert {name: found["kept"] for name, found in told["methods"].items()} == {c.method: c.kept for c in plan.costs}
+    assert (told["auto"], told["reason"]) == (plan.chosen, plan.reason)
+    main(["plan", *FIT[1:]])
+    assert "estimates for this machine" in capsys.readouterr().out
+
+
 def test_ctrl_c_leaves_no_trace(here):
     before = sorted(os.listdir(here))
     words = ["fit", "cli_networks:slow", *MODEL, "-o", "new/post"]
