@@ -15,6 +15,7 @@ class MethodCost:
     algebra: float  # seconds, again whenever hyperparameters change
     kept: float  # bytes, after fitting and a prediction
     peak: float  # bytes, while it is fitted and tuned
+    counted: bool = True  # whether all steps are; otherwise iterations are of a typical number
 
     @property
     def seconds(self) -> float:
@@ -48,7 +49,8 @@ class FitPlan:
     def __str__(self) -> str:
         table = [("method", "gives", "fit", "of it algebra", "keeps", "peak", "")]
         for cost in self.costs:
-            marks = ["beyond the budget"] * (cost.peak > self.memory_budget) + ["auto"] * (cost.method == self.chosen)
+            marks = ["iterations assumed"] * (not cost.counted)
+            marks += ["beyond the budget"] * (cost.peak > self.memory_budget) + ["auto"] * (cost.method == self.chosen)
             sizes = (_bytes(cost.kept), _bytes(cost.peak), ", ".join(marks))
             table.append((cost.method, cost.gives, _seconds(cost.seconds), _seconds(cost.algebra), *sizes))
         widths = [max(len(row[column]) for row in table) for column in range(7)]

@@ -11,7 +11,7 @@ function      c N + φ(Gram matrix)                        χ(n³/3)            
 full          c N + φ(2 a n P²)                           χ(P³/3)                s (a + 1) P² + features
 kron          a pass, timed on a few points               χ(10 Σ (d³_in+d³_out)) s Σ (d²_in + a d²_out)
 diag          a pass, timed on a few points               -                      s a P + features
-low_rank      c N + 3 a k p(1) N: Lanczos, k pairs        χ(k³/3)                s (a k P + k²) + features
+low_rank      c N + 3 a k (p(1) N + 2 bases): Lanczos     χ(k³/3)                s (a k P + k²) + features
 last_layer    as full, with the P of the last layer
 variational   c N + φ(Gram with M values) + epochs        χ(M³/3)                s N C (M + C + 2) + 24 M² (float64)
 sampled       c N + 20 p(S + 1) N: CG iterations          χ of 2000 rows         s (2 S + 1) P + features
@@ -193,9 +193,10 @@ def _timed(kind: type[WeightSpacePosterior], gives: str, here: _Problem) -> Meth
 def _low_rank(here: _Problem, k: int) -> MethodCost:
     columns = here.atoms * k
     kept = here.size * (columns * here.P + columns**2) + here.features
-    passes = here.capture * here.N + _LANCZOS * columns * here.products(1)
-    basis = 8 * (2 * k + 1) * here.P  # Lanczos vectors, in double precision
-    return MethodCost("low_rank", f"{k} directions", passes, here.factorise(columns**3 / 3), kept, kept + basis)
+    basis = 8 * (2 * k + 1) * here.P  # Lanczos vectors, in double precision; each new one meets the others twice
+    each = here.products(1) + 2 * basis / machine_rates(here.model.lin.dtype, here.model.lin.device).bytes
+    passes = here.capture * here.N + _LANCZOS * columns * each
+    return MethodCost("low_rank", f"{k} directions", passes, here.factorise(columns**3 / 3), kept, kept + basis, False)
 
 
 def _variational(here: _Problem, M: int, groups: int) -> MethodCost:
@@ -208,7 +209,7 @@ def _variational(here: _Problem, M: int, groups: int) -> MethodCost:
     table = here.size * here.N * here.C * (groups * (M + here.C) + 2)
     kept = table + 8 * 3 * M * M
     algebra = here.factorise(M**3 / 3, torch.float64)
-    return MethodCost("variational", f"{M} inducing values", passes, algebra, kept, kept + 8 * 4 * M * M)
+    return MethodCost("variational", f"{M} inducing values", passes, algebra, kept, kept + 8 * 4 * M * M, exact)
 
 
 def _sampled(here: _Problem, S: int) -> MethodCost:
@@ -218,7 +219,7 @@ def _sampled(here: _Problem, S: int) -> MethodCost:
     vectors = here.size * here.P
     kept = (2 * S + 1) * vectors + here.features + here.size * n * n
     gives = f"{S} samples"
-    return MethodCost("sampled", gives, passes, here.factorise(n**3 / 3), kept, kept + 6 * (S + 1) * vectors)
+    return MethodCost("sampled", gives, passes, here.factorise(n**3 / 3), kept, kept + 6 * (S + 1) * vectors, False)
 
 
 def _grown(two: Features, N: int) -> int:
