@@ -7,7 +7,7 @@ NTKGP_DATA ?= ../shared/data
 THREADS ?= 2
 PIP := $(BIN)/python -m pip install --quiet --retries 10 --timeout 60 --constraint constraints.txt
 
-.PHONY: help demo test lint types suite bench-kernel bench-posteriors bench-evidence reproduce-uci reproduce-regression reproduce-figures reproduce-images reproduce-adapted reproduce-ct reproduce-ct-measured clean
+.PHONY: help demo test lint types suite bench-kernel bench-posteriors bench-evidence reproduce-uci reproduce-regression reproduce-figures reproduce-images reproduce-adapted reproduce-ct reproduce-ct-measured screenshots clean
 .DEFAULT_GOAL := help
 
 help:  ## list every target
@@ -73,6 +73,10 @@ reproduce-ct: $(VENV)/.ready  ## KMNIST, a head at 128², experimental design, r
 
 reproduce-ct-measured: $(VENV)/.ready  ## Helsinki challenge and a tooth into docs/results/ct/
 	@$(BIN)/python benchmarks/reproduce/ct_measured.py --data $(NTKGP_DATA) --threads $(THREADS)
+
+screenshots: $(VENV)/.ready  ## the report in light, dark and on a phone into docs/results/report/; needs Chromium
+	@command -v chromium chromium-browser google-chrome > /dev/null || { echo "install Chromium first (Debian: apt-get install chromium)"; exit 1; }
+	@NTKGP_SCREENSHOTS=docs/results/report $(BIN)/python -m pytest -q tests/report/test_browser.py
 
 clean:  ## remove what the targets made, the environments included
 	rm -rf $(VENV) $(PEERS) demo build *.egg-info .pytest_cache .ruff_cache .mypy_cache .coverage

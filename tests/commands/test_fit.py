@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -206,6 +207,29 @@ def test_the_plan_is_the_librarys(here, capsys):
     assert (told["auto"], told["reason"]) == (plan.chosen, plan.reason)
     main(["plan", *FIT[1:]])
     assert "estimates for this machine" in capsys.readouterr().out
+
+
+def test_a_report_is_the_librarys(here):
+    words = ["report", "post", "--test", "x.npz", "--ood", "d.npz", "-o", "report.html", "--title", "<T>"]
+    done = ntkgp_process(*words, "--json", cwd=here)
+    assert (done.returncode, done.stderr) == (0, "")
+    post = ntkgp.load("post", network("w.safetensors"))
+    found = ntkgp.report.report(post, data("x.npz"), data("d.npz")[0], title="<T>")
+    told = json.loads(done.stdout)
+    assert told["scores"]["NLL"]["after"] == pytest.approx(asdict(found.scores["NLL"].after), rel=1e-5)
+    assert told["detection"]["entropy"] == pytest.approx(asdict(found.detection["entropy"]), rel=1e-5)
+    page = (here / "report.html").read_text()
+    assert "<title>&lt;T&gt;</title>" in page
+    assert f"<td>{found.scores['NLL'].after}</td>" in page
+    assert refused(words).endswith("--output must be new without --overwrite, but report.html exists")
+    assert "short.npz must hold y, but holds X" in refused(
+        ["report", "post", "--test", no_targets(here), "-o", "r.html"]
+    )
+
+
+def no_targets(folder):
+    np.savez(folder / "short.npz", X=np.zeros((2, 2)))
+    return "short.npz"
 
 
 def test_ctrl_c_leaves_no_trace(here):
