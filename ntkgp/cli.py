@@ -5,11 +5,11 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from ntkgp.commands import fit, plan, predict, reconstruct, report, tune
+from ntkgp.commands import demo, fit, plan, predict, reconstruct, report, tune
 
 __all__ = ["main"]
 
-COMMANDS = (plan, fit, tune, predict, report, reconstruct)
+COMMANDS = (demo, plan, fit, tune, predict, report, reconstruct)
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130  # exit codes; 130 is what shells give Ctrl-C
 _OF_INPUT = ValueError, TypeError, OSError, ImportError, RuntimeError  # RuntimeError: matrices that do not factorise
 

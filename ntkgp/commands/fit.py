@@ -106,7 +106,7 @@ def described(saved: SavedPosterior, output: Path, told: list[str]) -> Answer:
         "warnings": told,
     }
     lines = {
-        "posterior": f"{output} ({post.method}, {post.lin.num_params} weights, {post.lin.num_outputs} outputs)",
+        "posterior": f"{output} ({post.method}, {post.lin.num_params} weights, outputs: {post.lin.num_outputs})",
         "why": post.reason,
     }
     for name in ("log_evidence", "precision", "noise"):

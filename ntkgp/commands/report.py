@@ -12,7 +12,7 @@ from ntkgp.commands.answer import Answer, warnings_told
 from ntkgp.commands.folder import check_file, whole_file
 from ntkgp.commands.points import read_inputs, read_points
 from ntkgp.commands.saved import read_posterior
-from ntkgp.report import report
+from ntkgp.report import Report, report
 
 NAME, HELP = "report", "one page on what a posterior is worth on test data"
 
@@ -39,14 +39,19 @@ def run(args: argparse.Namespace) -> Answer:
         found = report(saved.posterior, test, ood, title=args.title, seconds=saved.seconds)
     with whole_file(args.output, args.overwrite) as file:
         found.save(file)
+    return scored(found, args.output, told)
+
+
+def scored(found: Report, page: Path, told: list[str]) -> Answer:
+    """Say what a report found."""
     lines = [f"{'':22}{'network alone':>18}{'posterior':>18}{'difference':>18}"]
     for s in found.scores.values():
         lines.append(f"{s.name:22}{s.before!s:>18}{s.after!s:>18}{s.difference!s:>18}")
     lines += [f"{f'AUC by {name}':40}{score!s:>18}" for name, score in found.detection.items()]
     values = {
-        "page": str(args.output),
+        "page": str(page),
         "scores": {name: asdict(s) for name, s in found.scores.items()},
         "detection": {name: asdict(s) for name, s in found.detection.items()},
         "warnings": told,
     }
-    return Answer("\n".join([*lines, str(args.output)]), values)
+    return Answer("\n".join([*lines, str(page)]), values)

@@ -74,9 +74,10 @@ def report(
         if probs is not None and _are_images(x):
             sections.append(_examples(draw, leaves(x)[0], y, probs, after.entropy))
         sections += made(draw, post, seconds)
+    C = post.lin.num_outputs
     text = (
-        f"A network with {post.lin.num_params} Bayesian weights and {post.lin.num_outputs} outputs, linearised at its "
-        f"weights, before and after: alone, and with the posterior over its weights. {len(y)} test points."
+        f"A network with {post.lin.num_params} Bayesian weights and {C} output{'s' * (C > 1)}, linearised at its "
+        f"weights: alone, and with the posterior over them. {len(y)} test points."
     )
     return Report(page(title, text, sections), {s.name: s for s in scores}, detection)
 
