@@ -3,6 +3,7 @@
 import argparse
 import traceback
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import NoReturn
 
 from ntkgp.commands import demo, fit, plan, predict, reconstruct, report, tune
@@ -36,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after ``ntkgp``; by default those of the process.
     """
     parser = Parser(prog="ntkgp", description="Gaussian processes from trained networks.")
+    parser.add_argument("--version", action="version", version=f"ntkgp {version('ntkgp')}")
     subparsers = parser.add_subparsers(required=True, metavar="command")
     for command in COMMANDS:
         formatter = argparse.RawDescriptionHelpFormatter

@@ -331,5 +331,12 @@ def test_a_file_that_is_not_there_or_not_ours_is_named(tmp_path, capsys):
     assert "cut.npz cannot be read: Bad CRC-32" in refused(capsys, command(str(cut), tmp_path / "out"))
 
 
+def test_the_version_is_told(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert re.fullmatch(r"ntkgp \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
 def test_a_command_is_needed(capsys):
     assert refused(capsys, []) == "ntkgp: the following arguments are required: command"

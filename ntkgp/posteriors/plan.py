@@ -23,8 +23,6 @@ and stochastic training take depends on the spectrum: theirs are typical numbers
 it repeats the algebra, some times at each of its steps, and for "kron", "diag", "low_rank" and "sampled" passes, too.
 """
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -33,7 +31,7 @@ import torch
 
 from ntkgp.likelihoods import Likelihood
 from ntkgp.linearization import Features
-from ntkgp.operators.plan import machine_rates, make_plan
+from ntkgp.operators.plan import machine_rates, make_plan, shortest
 from ntkgp.posteriors.costs import FitPlan, MethodCost
 from ntkgp.posteriors.data import as_source, gather
 from ntkgp.posteriors.diagonal import DiagonalPosterior
@@ -121,7 +119,7 @@ class _Problem:
         with torch.no_grad():
             E = likelihood.expand(two.y, lin(two.x))
             weighted = lin.pilot().weighted(E.R.mT.columns)
-            capture = _shortest(lambda: lin.features(some.x)) / n
+            capture = shortest(lambda: lin.features(some.x)) / n
         atoms = likelihood.curvature_atoms(lin.num_outputs)
         kept = float(model.kept)
         return _Problem(
@@ -139,9 +137,9 @@ class _Problem:
         chunk = new()
         with torch.no_grad():
             if kept:  # the pass that computes features is counted by itself
-                seconds = _shortest(lambda: chunk.pull(chunk.push(v)))
+                seconds = shortest(lambda: chunk.pull(chunk.push(v)))
             else:
-                seconds = _shortest(lambda: (again := new()).pull(again.push(v)))
+                seconds = shortest(lambda: (again := new()).pull(again.push(v)))
         return seconds * self.N / len(some)
 
     def multiply(self, operations: float) -> float:
@@ -179,7 +177,7 @@ def _timed(kind: type[WeightSpacePosterior], gives: str, here: _Problem) -> Meth
     prior = Isotropic(model.lin)
     collect = lambda: kind(model.with_source(some), prior, here.likelihood)._collected()  # noqa: E731
     found = collect()
-    passes = _shortest(collect) * here.N / len(some)
+    passes = shortest(collect) * here.N / len(some)
     tensors = (
         [found] if isinstance(found, torch.Tensor) else [t for b in found.values() for t in (b.G, b.A) if t is not None]
     )
@@ -236,15 +234,4 @@ def _atoms(prior: Prior) -> int:
 def _factor_rate(dtype: torch.dtype, device: torch.device, side: int = 768) -> float:
     """Time a Cholesky factorisation; operations a second."""
     B = torch.eye(side, dtype=dtype, device=device).mul_(2)
-    return side**3 / 3 / _shortest(lambda: torch.linalg.cholesky(B).sum().item())
-
-
-def _shortest(function: Callable[[], Any], repeats: int = 2) -> float:
-    """Return the seconds of the quickest call, after one that does not count."""
-    function()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - start)
-    return min(times)
+    return side**3 / 3 / shortest(lambda: torch.linalg.cholesky(B).sum().item())

@@ -98,7 +98,7 @@ def test_features_that_do_not_fit_are_not_counted_as_kept(float64):
 
 def test_passes_grow_with_the_data_and_algebra_does_not_in_weight_space(float64, monkeypatch):
     module = sys.modules["ntkgp.posteriors.plan"]
-    monkeypatch.setattr(module, "_shortest", lambda function: 1.0)
+    monkeypatch.setattr(module, "shortest", lambda function: 1.0)
     monkeypatch.setattr(module, "_factor_rate", lambda dtype, device: 1.0)
     few, many = (Problem("mlp", "categorical", "isotropic", n=n) for n in (40, 80))
     one, two = planned(few), planned(many)
