@@ -187,6 +187,18 @@ def test_the_readmes_command_is_one(monkeypatch):
     assert seen[0].geometry == "parallel"
 
 
+def test_the_documents_commands_are_some(monkeypatch):
+    text = (Path(__file__).parent.parent / "docs" / "command_line.md").read_text()
+    lines = re.findall(r"^ntkgp ([^#\n]*)", text, re.MULTILINE)
+    assert [line.split()[0] for line in lines] == ["demo", "plan", "fit", "tune", "predict", "report"]
+    for line in lines:
+        seen = []
+        run = f"ntkgp.commands.{line.split()[0]}.run"
+        monkeypatch.setattr(run, lambda args, seen=seen: seen.append(args) or Answer("", {}))
+        assert main(shlex.split(line)) == 0
+        assert len(seen) == 1
+
+
 def test_the_module_is_the_command(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["ntkgp", "reconstruct", "--help"])
     with pytest.raises(SystemExit) as end:

@@ -19,6 +19,7 @@ from ntkgp.commands.points import read_inputs
 from ntkgp.commands.saved import read_posterior
 from ntkgp.likelihoods import Categorical
 from ntkgp.posteriors import Prediction
+from ntkgp.report.scores import mean_of
 
 NAME, HELP = "predict", "with error bars, from a posterior"
 FORMATS = (".npz", ".csv")
@@ -60,9 +61,9 @@ def run(args: argparse.Namespace) -> Answer:
     values: dict[str, Any] = {"output": str(args.output), "num_points": len(x), "arrays": list(arrays)}
     lines: dict[str, Any] = {"predictions": f"{args.output} ({len(x)} points: {', '.join(arrays)})"}
     if y is not None:
-        error = arrays["log_prob"].std(ddof=1) / len(x) ** 0.5 if len(x) > 1 else float("nan")
-        values |= {"nll": -float(arrays["log_prob"].mean()), "nll_standard_error": float(error)}
-        lines["mean −log p(y)"] = f"{values['nll']:.4g} ± {error:.2g}"
+        nll = mean_of(-torch.as_tensor(arrays["log_prob"]).double())
+        values |= {"nll": nll.value, "nll_standard_error": nll.error}
+        lines["mean −log p(y)"] = str(nll)
     return Answer(rows(lines), values | {"warnings": told})
 
 

@@ -10,7 +10,7 @@ from ntkgp.likelihoods import Categorical, Gaussian, HeteroscedasticGaussian
 from ntkgp.posteriors import Prediction
 from ntkgp.report.metrics import expected_calibration_error, ood_auc
 
-__all__ = ["Comparison", "Score", "auc", "class_probs", "compared", "is_numeric"]
+__all__ = ["Comparison", "Score", "auc", "class_probs", "compared", "is_numeric", "mean_of"]
 
 _RESAMPLES = 200
 LEVEL = 0.9  # of the interval whose coverage is told
@@ -93,10 +93,11 @@ def is_numeric(prediction: Prediction) -> bool:
 
 def _means(name: str, better: str, before: Tensor, after: Tensor) -> Comparison:  # twice (N,)
     before, after = (part.detach().double().cpu() for part in (before, after))
-    return Comparison(name, better, *(_mean(part) for part in (before, after, after - before)))
+    return Comparison(name, better, *(mean_of(part) for part in (before, after, after - before)))
 
 
-def _mean(values: Tensor) -> Score:  # (N,)
+def mean_of(values: Tensor) -> Score:  # (N,)
+    """Return the mean of independent numbers and its standard error."""
     error = values.std().item() / len(values) ** 0.5 if len(values) > 1 else float("nan")
     return Score(values.mean().item(), error)
 
