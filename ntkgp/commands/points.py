@@ -34,7 +34,24 @@ def _inputs(path: Path, X: np.ndarray, net: nn.Module) -> Tensor:
     if X.ndim == 0 or not X.size:
         raise ValueError(f"{path}: X must hold at least one point, but has shape {X.shape}")
     tokens = X.dtype.kind in "iu" and any(isinstance(module, nn.Embedding) for module in net.modules())
-    return torch.as_tensor(X).to(torch.int64 if tokens else next(net.parameters()).dtype)
+    x = torch.as_tensor(X).to(torch.int64 if tokens else next(net.parameters()).dtype)
+    _try(path, net, x[:1])
+    return x
+
+
+def _try(path: Path, net: nn.Module, x: Tensor) -> None:
+    """Feed the network a point, so that a wrong shape is told of the file it is in."""
+    training = net.training
+    try:
+        with torch.no_grad():
+            net.eval()(x)
+    except Exception as error:
+        raise ValueError(
+            f"{path}: the network cannot take a point of X, which has shape {tuple(x.shape[1:])} and dtype {x.dtype}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    finally:
+        net.train(training)
 
 
 def _targets(path: Path, arrays: dict[str, np.ndarray], net: nn.Module, likelihood: Likelihood) -> Tensor:

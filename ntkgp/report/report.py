@@ -98,6 +98,8 @@ def _scores_section(scores: Sequence[Comparison], N: int) -> Section:
         f"Means over {N} test points ± their standard errors. The difference is of the same points, so its error is "
         "its own. NLL is −log p(y), in nats a point."
     )
+    if any(s.name == "RMSE" for s in scores):
+        text += " Both have the posterior's noise variance."
     return Section("Scores", text, Table(rows, ("", "network alone", "posterior", "difference", "")))
 
 

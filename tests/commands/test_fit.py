@@ -296,7 +296,7 @@ def end(lines, status, message):
         (["--data", "w.safetensors"], "w.safetensors must be an .npz file, but is not"),
         (["--data", "keys.npz"], "keys.npz must hold X, but holds inputs, y"),
         (["--data", "short.npz"], "short.npz: y must hold a target for each of 30 points of X, but has shape (29,)"),
-        (["--data", "wide.npz"], "mat1 and mat2 shapes cannot be multiplied"),
+        (["--data", "wide.npz"], "wide.npz: the network cannot take a point of X, which has shape (5,)"),
         (["--data", "empty.npz"], "X must hold at least one point, but has shape (0, 2)"),
         (["--data", "nan.npz"], "X must be finite, but 1 of 60 numbers are not"),
         (["--data", "classes.npz"], "y must hold classes from 0 to 2, but has values from 0 to 3"),
