@@ -87,5 +87,9 @@ reproduce-training: $(VENV)/.ready  ## variational Laplace, autoencoders, eviden
 	@$(BIN)/python benchmarks/reproduce/autoencoders.py --data $(NTKGP_DATA) --threads $(THREADS)
 	@$(BIN)/python benchmarks/reproduce/evidence_training.py --data $(NTKGP_DATA) --threads $(THREADS)
 
+screenshots: $(VENV)/.ready  ## the report in light, dark and on a phone into docs/results/report/; needs Chromium
+	@command -v chromium chromium-browser google-chrome > /dev/null || { echo "install Chromium first (Debian: apt-get install chromium)"; exit 1; }
+	@NTKGP_SCREENSHOTS=docs/results/report $(BIN)/python -m pytest -q tests/report/test_browser.py
+
 clean:  ## remove what the targets made, the environments included
 	rm -rf $(VENV) $(PEERS) demo build *.egg-info .pytest_cache .ruff_cache .mypy_cache .coverage

@@ -4,7 +4,7 @@ from ntkgp import curvature, inverse, likelihoods, posteriors, priors, report, t
 from ntkgp.inverse import reconstruct
 from ntkgp.kernels import LinearizedMean, MultiOutputVariationalStrategy, NTKKernel
 from ntkgp.linearization import Linearization
-from ntkgp.posteriors import Posterior, Prediction, fit, load
+from ntkgp.posteriors import Posterior, Prediction, fit, load, plan
 
 __all__ = [
     "Linearization",
@@ -18,6 +18,7 @@ __all__ = [
     "inverse",
     "likelihoods",
     "load",
+    "plan",
     "posteriors",
     "priors",
     "reconstruct",

@@ -17,6 +17,7 @@ import torch
 
 import ntkgp
 from ntkgp.cli import main
+from ntkgp.commands.answer import Answer
 from ntkgp.commands.folder import whole_folder
 from ntkgp.inverse import RayTransform, UNet
 from ntkgp.report import metrics
@@ -181,9 +182,21 @@ def test_the_readmes_command_is_one(monkeypatch):
     text = (Path(__file__).parent.parent / "README.md").read_text()
     (line,) = re.findall(r"^ntkgp (reconstruct [^#\n]*)", text, re.MULTILINE)
     seen = []
-    monkeypatch.setattr("ntkgp.commands.reconstruct.run", seen.append)
+    monkeypatch.setattr("ntkgp.commands.reconstruct.run", lambda args: seen.append(args) or Answer("", {}))
     assert main(shlex.split(line)) == 0
     assert seen[0].geometry == "parallel"
+
+
+def test_the_documents_commands_are_some(monkeypatch):
+    text = (Path(__file__).parent.parent / "docs" / "command_line.md").read_text()
+    lines = re.findall(r"^ntkgp ([^#\n]*)", text, re.MULTILINE)
+    assert [line.split()[0] for line in lines] == ["demo", "plan", "fit", "tune", "predict", "report"]
+    for line in lines:
+        seen = []
+        run = f"ntkgp.commands.{line.split()[0]}.run"
+        monkeypatch.setattr(run, lambda args, seen=seen: seen.append(args) or Answer("", {}))
+        assert main(shlex.split(line)) == 0
+        assert len(seen) == 1
 
 
 def test_the_module_is_the_command(capsys, monkeypatch):
@@ -317,7 +330,7 @@ def test_what_is_wrong_with_an_argument_is_named(more, match, tmp_path, capsys):
 
 def test_a_file_that_is_not_there_or_not_ours_is_named(tmp_path, capsys):
     missing = command(str(tmp_path / "none.npz"), tmp_path / "out")
-    assert refused(capsys, missing) == f"ntkgp reconstruct: the sinogram's file {tmp_path}/none.npz does not exist"
+    assert refused(capsys, missing) == f"ntkgp reconstruct: file {tmp_path}/none.npz does not exist"
     whole = Path(parallel_scan(tmp_path / "scan.npz"))
     cut = tmp_path / "cut.npz"
     cut.write_bytes(whole.read_bytes()[:300])
@@ -328,6 +341,13 @@ def test_a_file_that_is_not_there_or_not_ours_is_named(tmp_path, capsys):
     damaged[200] ^= 255
     cut.write_bytes(damaged)
     assert "cut.npz cannot be read: Bad CRC-32" in refused(capsys, command(str(cut), tmp_path / "out"))
+
+
+def test_the_version_is_told(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert re.fullmatch(r"ntkgp \d+\.\d+\.\d+\n", capsys.readouterr().out)
 
 
 def test_a_command_is_needed(capsys):

@@ -7,17 +7,14 @@ images lie between 0 and 1: divide a sinogram by the largest value that its imag
 
 import argparse
 import inspect
-import math
-import sys
 import time
-import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import ntkgp
+from ntkgp.commands.answer import Answer, warnings_told
+from ntkgp.commands.arguments import nonnegative, positive
 from ntkgp.commands.folder import whole_folder
 from ntkgp.commands.scan import Scan, read_scan
 from ntkgp.inverse import RayTransform, Reconstruction
@@ -27,7 +24,7 @@ from ntkgp.inverse.setting import METHODS, TUNINGS
 NAME, HELP = "reconstruct", "an image with error bars from a sinogram"
 _DEFAULTS = {name: p.default for name, p in inspect.signature(ntkgp.reconstruct).parameters.items()}
 _SAMPLES = 16  # as many as a sampled posterior has by default
-_NO_SETTINGS = ("run", "parser", "output", "overwrite")  # they do not change the result
+_NO_SETTINGS = ("run", "parser", "json", "traceback", "output", "overwrite")  # they do not change the result
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,11 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--overwrite", action="store_true", help="replace earlier results in that folder")
     add = parser.add_argument_group("geometry, lengths in one unit").add_argument
     add("--geometry", choices=("parallel", "fan"), required=True, help="how rays run")
-    add("--image-size", type=_positive(int), required=True, metavar="N", help="pixels in a row and in a column")
-    add("--pixel-size", type=_positive(float), default=1.0, help="of the image (default: %(default)s)")
-    add("--detector-spacing", type=_positive(float), help="distance of detectors (parallel: that of pixels by default)")
-    add("--source-origin", type=_positive(float), help="fan: from the source to the centre of rotation")
-    add("--source-detector", type=_positive(float), help="fan: from the source to the detector")
+    add("--image-size", type=positive(int), required=True, metavar="N", help="pixels in a row and in a column")
+    add("--pixel-size", type=positive(float), default=1.0, help="of the image (default: %(default)s)")
+    add("--detector-spacing", type=positive(float), help="distance of detectors (parallel: that of pixels by default)")
+    add("--source-origin", type=positive(float), help="fan: from the source to the centre of rotation")
+    add("--source-detector", type=positive(float), help="fan: from the source to the detector")
     add("--angles-unit", choices=("radians", "degrees"), default="radians", help="of the file (default: %(default)s)")
     add = parser.add_argument_group("model, see ntkgp.reconstruct").add_argument
     add("--method", choices=METHODS, default=_DEFAULTS["method"], help="auto: exact if memory allows (default)")
@@ -57,42 +54,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=tuple(PRIORS),
         help="over the network's weights (default: conv_filter, or for samples layerwise)",
     )
-    add("--noise", type=_positive(float), help="variance of the sinogram's noise (default: it is learnt)")
+    add("--noise", type=positive(float), help="variance of the sinogram's noise (default: it is learnt)")
     add(
         "--penalty",
-        type=_nonnegative(float),
+        type=nonnegative(float),
         default=_DEFAULTS["penalty"],
         help="of total variation (default: %(default)s)",
     )
-    add("--steps", type=_positive(int), default=_DEFAULTS["steps"], help="of training (default: %(default)s)")
-    add("--rate", type=_positive(float), default=_DEFAULTS["rate"], help="of training (default: %(default)s)")
-    add("--patience", type=_positive(int), help="stop training after so many steps without a better loss")
-    add("--seed", type=_nonnegative(int), default=_DEFAULTS["seed"], help="of network and samples (default: 0)")
+    add("--steps", type=positive(int), default=_DEFAULTS["steps"], help="of training (default: %(default)s)")
+    add("--rate", type=positive(float), default=_DEFAULTS["rate"], help="of training (default: %(default)s)")
+    add("--patience", type=positive(int), help="stop training after so many steps without a better loss")
+    add("--seed", type=nonnegative(int), default=_DEFAULTS["seed"], help="of network and samples (default: 0)")
     help_samples = "images to draw; the sampled method has its deviations from them, too (default: %(default)s)"
-    add("--samples", type=_positive(int), default=_SAMPLES, help=help_samples)
+    add("--samples", type=positive(int), default=_SAMPLES, help=help_samples)
     add("--dtype", choices=("float32", "float64"), default="float32", help="of training (default: %(default)s)")
 
 
-def _positive(kind: type) -> Callable[[str], Any]:
-    return _number(kind, lambda value: value > 0, "be positive")
-
-
-def _nonnegative(kind: type) -> Callable[[str], Any]:
-    return _number(kind, lambda value: value >= 0, "not be negative")
-
-
-def _number(kind: type, holds: Callable[[Any], bool], expected: str) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
-        value = kind(text)
-        if not (holds(value) and math.isfinite(value)):
-            raise argparse.ArgumentTypeError(f"must {expected}, but is {text}")
-        return value
-
-    parse.__name__ = kind.__name__  # for argparse: invalid int value
-    return parse
-
-
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> Answer:
     """Read, reconstruct and write; nothing is written if anything fails.
 
     Raises:
@@ -114,7 +92,8 @@ def run(args: argparse.Namespace) -> None:
         settings |= {"file": str(args.file)}
         found = results.Results(rec, A.fbp(scan.y)[0], samples, scan.truth, settings, told, time.perf_counter() - start)
         found.write(folder)
-    print(args.output / results.PAGE)
+    page = str(args.output / results.PAGE)
+    return Answer(page, {"page": page, "noise": found.noise, "seconds": found.seconds, "warnings": told})
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -160,14 +139,10 @@ def _check_range(A: RayTransform, scan: Scan) -> None:
 def _reconstructed(args: argparse.Namespace, A: RayTransform, scan: Scan) -> tuple[Reconstruction, list[str]]:
     """Return the reconstruction and what it warned of."""
     options = {} if args.method == "exact" else {"num_samples": args.samples}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
+    with warnings_told(args.parser.prog) as told:
         rec = ntkgp.reconstruct(
             A, scan.y, prior=args.prior, tune=None if args.tune == "none" else args.tune, method=args.method,
             noise=args.noise, penalty=args.penalty, steps=args.steps, rate=args.rate, patience=args.patience,
             seed=args.seed, **options,
         )  # fmt: skip
-    told = [str(warning.message) for warning in caught]
-    for message in told:
-        print(f"{args.parser.prog}: warning: {message}", file=sys.stderr)
     return rec, told

@@ -12,7 +12,7 @@ from torch import Tensor
 from ntkgp.inverse import Reconstruction, SampledReconstruction
 from ntkgp.report.figures import calibration_figure, convergence_figure, reconstruction_figure
 from ntkgp.report.metrics import psnr
-from ntkgp.report.page import Plate, page
+from ntkgp.report.page import Plate, Section, Table, page
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -74,14 +74,15 @@ class Results:
             f"An image of {N} x {N} pixels from {angles} projections onto {detectors} detectors: a network trained on "
             f"the sinogram alone, linearised at its weights. It took {self.seconds:.0f} seconds."
         )
-        tables: dict[str, dict[str, Any]] = {"Result": self._scores()}
+        sections = [Section("Result", table=Table.of(self.scores()), plates=plates)]
         if self.warnings:
-            tables["Warnings"] = {str(i + 1): message for i, message in enumerate(self.warnings)}
+            sections.append(Section("Warnings", table=Table(list(enumerate(self.warnings, 1)))))
         given = {name.replace("_", " "): value for name, value in self.settings.items() if value is not None}
-        tables["Settings"] = given
-        return page("Reconstruction with error bars", text, tables, plates)
+        sections.append(Section("Settings", table=Table.of(given)))
+        return page("Reconstruction with error bars", text, sections)
 
-    def _scores(self) -> dict[str, str]:
+    def scores(self) -> dict[str, str]:
+        """Return what there is to say in numbers."""
         sampled = isinstance(self.rec, SampledReconstruction)
         origin = "learnt" if self.settings["noise"] is None else "given"
         found = {"computed": f"by {len(self.samples)} samples" if sampled else "exactly"}

@@ -1,8 +1,6 @@
 """What was measured, from a file: the sinogram, its angles, and perhaps the true image."""
 
 import math
-import zipfile
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -10,6 +8,8 @@ from typing import Literal
 import numpy as np
 import torch
 from torch import Tensor
+
+from ntkgp.commands.arrays import read_arrays
 
 __all__ = ["Scan", "read_scan"]
 
@@ -37,7 +37,8 @@ def read_scan(path: Path, image_size: int, unit: Literal["radians", "degrees"], 
     Raises:
         ValueError: if the file is not there or not one of these, or an array is not what it should be.
     """
-    arrays = _arrays(path)
+    found = read_arrays(path, ("sinogram", "angles"), ("truth",))
+    arrays = {name: array.astype(np.float64) for name, array in found.items()}  # whatever numbers the file has
     y, angles, truth = arrays["sinogram"], arrays["angles"], arrays.get("truth")
     if y.ndim != 2 or not y.size:
         raise ValueError(f"sinogram must have the shape (angles, detectors), but has {y.shape}")
@@ -57,29 +58,3 @@ def read_scan(path: Path, image_size: int, unit: Literal["radians", "degrees"], 
         torch.as_tensor(angles) * (2 * math.pi / turn),
         None if truth is None else torch.as_tensor(truth, dtype=dtype)[None],
     )
-
-
-def _arrays(path: Path) -> dict[str, np.ndarray]:
-    if not path.is_file():
-        raise ValueError(f"the sinogram's file {path} does not exist")
-    if not zipfile.is_zipfile(path):
-        raise ValueError(f"{path} must be an .npz file, but is not, or was cut short")
-    try:
-        with np.load(path) as file:
-            names = file.files
-            arrays = {name: file[name] for name in ("sinogram", "angles", "truth") if name in names}
-    except (OSError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    for name in ("sinogram", "angles"):
-        if name not in arrays:
-            raise ValueError(f"{path} must hold {name}, but holds {', '.join(names) or 'nothing'}")
-    return {name: _numbers(name, array) for name, array in arrays.items()}
-
-
-def _numbers(name: str, array: np.ndarray) -> np.ndarray:
-    """Return an array in double precision, whatever numbers the file has."""
-    if array.dtype.kind not in "iuf":
-        raise ValueError(f"{name} must hold real numbers, but has dtype {array.dtype}")
-    if wrong := int((~np.isfinite(array)).sum()):
-        raise ValueError(f"{name} must be finite, but {wrong} of {array.size} numbers are not")
-    return array.astype(np.float64)

@@ -7,12 +7,11 @@ from functools import cache
 from math import ceil
 
 import torch
-from torch import Tensor
 
 from ntkgp.linearization import Features, Linearization
 from ntkgp.linearization.factors import Outer
 
-__all__ = ["Cost", "Plan", "make_plan"]
+__all__ = ["Cost", "Plan", "machine_rates", "make_plan", "shortest"]
 
 _RESULT = "K"
 _CALIBRATION = 1024  # side of the matrices that are timed to learn how fast the machine is
@@ -31,14 +30,17 @@ def machine_rates(dtype: torch.dtype, device: torch.device) -> Rates:
     """Time a matrix product and a pass over memory on the device; some milliseconds, once."""
     a = torch.ones(_CALIBRATION, _CALIBRATION, dtype=dtype, device=device)
     long = torch.ones(8 << 20, dtype=dtype, device=device)
-    return Rates(2 * _CALIBRATION**3 / _shortest(lambda: a @ a), 2 * long.nbytes / _shortest(lambda: long.mul_(1)))
+    return Rates(2 * _CALIBRATION**3 / shortest(lambda: a @ a), 2 * long.nbytes / shortest(lambda: long.mul_(1)))
 
 
-def _shortest(function: Callable[[], Tensor], repeats: int = 3) -> float:
+def shortest(function: Callable[[], object], repeats: int = 3) -> float:
+    """Return the seconds of the quickest call, after one that does not count."""
     times = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
-        function().sum().item()  # waits for the device
+        function()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
     return min(times[1:])
 

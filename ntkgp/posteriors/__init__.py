@@ -2,6 +2,7 @@
 
 from ntkgp.posteriors import subnetworks, subsets
 from ntkgp.posteriors.base import Posterior
+from ntkgp.posteriors.costs import FitPlan
 from ntkgp.posteriors.diagonal import DiagonalPosterior
 from ntkgp.posteriors.fit import fit
 from ntkgp.posteriors.full import FullPosterior
@@ -10,6 +11,7 @@ from ntkgp.posteriors.given import GivenDiagonalPosterior
 from ntkgp.posteriors.inducing import Inducing
 from ntkgp.posteriors.kronecker import KroneckerPosterior
 from ntkgp.posteriors.low_rank import LowRankPosterior
+from ntkgp.posteriors.plan import plan
 from ntkgp.posteriors.prediction import Prediction
 from ntkgp.posteriors.sampled import SampledPosterior
 from ntkgp.posteriors.sparse import VariationalPosterior
@@ -17,6 +19,7 @@ from ntkgp.posteriors.storage import load
 
 __all__ = [
     "DiagonalPosterior",
+    "FitPlan",
     "FullPosterior",
     "FunctionSpacePosterior",
     "GivenDiagonalPosterior",
@@ -29,6 +32,7 @@ __all__ = [
     "VariationalPosterior",
     "fit",
     "load",
+    "plan",
     "subnetworks",
     "subsets",
 ]

@@ -95,7 +95,7 @@ def fit(
         raise ValueError(f'tune must be True, False or "auto", but is {tune!r}')
     if subset is not None and method not in ("auto", "function"):
         raise ValueError(f'subset is for method="function", but method is {method!r}')
-    lin, likelihood = _linearization(net, data, outputs), as_likelihood(likelihood)
+    lin, likelihood = linearization(net, data, outputs), as_likelihood(likelihood)
     likelihood.to(device=lin.device, dtype=lin.dtype)
     if method == "last_layer":
         lin = last_layer(lin)
@@ -104,12 +104,8 @@ def fit(
     source = as_source(data, lin, likelihood, weights)
     named = isinstance(prior, str)
     model = LinearModel(lin, source, likelihood, memory_budget)
-    prior = _g_prior(model, likelihood) if prior == "g_prior" else _prior(prior, lin)
-    choice = (
-        _choose(model, method, subset)
-        if method == "auto"
-        else Choice(method, f"method={method!r} was asked for", subset)
-    )
+    prior = _g_prior(model, likelihood) if prior == "g_prior" else as_prior(prior, lin)
+    choice = choose(model, subset) if method == "auto" else Choice(method, f"method={method!r} was asked for", subset)
     posterior = _build(model, prior, likelihood, choice, structure, subnetwork, options)
     posterior.reason = choice.reason
     if isinstance(posterior, VariationalPosterior):
@@ -129,7 +125,7 @@ class Choice:
     subset: int | Selector | None = None
 
 
-def _choose(model: LinearModel, method: str, subset: int | Selector | None) -> Choice:
+def choose(model: LinearModel, subset: int | Selector | None) -> Choice:
     """Compare the two spaces by operations and bytes; both are exact, so the cheaper one that fits is right.
 
     Function space: one Gram matrix, (N C)² times the depth of its terms, and (N C)³/3. Weight space: N C P² and P³/3.
@@ -196,7 +192,8 @@ def _made(
         raise TypeError(f"method {kind.method!r} does not take {', '.join(map(repr, options))}") from error
 
 
-def _linearization(net: Any, data: Any, outputs: Any) -> Linearization:
+def linearization(net: Any, data: Any, outputs: Any) -> Linearization:
+    """Return the network linearised, with shapes learnt from the data, and some of its outputs if asked for."""
     if not isinstance(net, nn.Module | Linearization):
         raise TypeError(f"net must be a torch.nn.Module or a Linearization, but is a {type(net).__name__}")
     lin = net if isinstance(net, Linearization) else Linearization(net)
@@ -231,7 +228,8 @@ def as_likelihood(likelihood: str | Likelihood) -> Likelihood:
     return LIKELIHOODS[likelihood]()
 
 
-def _prior(prior: str | Prior, lin: Linearization) -> Prior:
+def as_prior(prior: str | Prior, lin: Linearization) -> Prior:
+    """Return the prior, or the one of this name."""
     if isinstance(prior, Prior):
         if prior.layout != lin.layout:
             raise ValueError("prior is over other parameters than the linearization: make it from the same one")

@@ -4,8 +4,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.sparse.linalg import LinearOperator as ScipyOperator
-from scipy.sparse.linalg import eigsh
 from torch import Tensor
 from torch.linalg import solve_triangular
 
@@ -46,6 +44,8 @@ class LowRankPosterior(WeightSpacePosterior):
 
     def _leading(self, atom: int) -> Tensor:  # (k, P)
         """Find the leading eigenpairs by Lanczos iterations, one pass over the training data each."""
+        from scipy.sparse.linalg import LinearOperator, eigsh  # slow to import
+
         theta, P = self.lin.theta, self.lin.num_params
 
         def ggn(x: np.ndarray) -> np.ndarray:
@@ -56,7 +56,7 @@ class LowRankPosterior(WeightSpacePosterior):
                 out += chunk.pull(R.apply(R.mT.apply(chunk.push(v))))[0]
             return out.double().cpu().numpy()
 
-        operator = ScipyOperator((P, P), matvec=ggn, dtype="float64")
+        operator = LinearOperator((P, P), matvec=ggn, dtype="float64")
         start = torch.randn(P, generator=torch.Generator().manual_seed(0), dtype=torch.float64).numpy()
         values, vectors = eigsh(operator, k=min(self.rank, P - 1), which="LA", v0=start)
         values, vectors = torch.as_tensor(values).clamp(min=0), torch.as_tensor(vectors)

@@ -4,7 +4,6 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
-from sklearn.cluster import KMeans as SklearnKMeans
 from torch import Tensor
 
 from ntkgp.linearization import Features
@@ -93,8 +92,10 @@ class KMeans(Selector):
     """
 
     def _choose(self, model: LinearModel, prior: Prior) -> tuple[Tensor, Tensor]:
+        from sklearn.cluster import KMeans as Clusters  # two seconds, which `import ntkgp` must not take
+
         H = torch.cat([_embedding(chunk.F, chunk.data) for chunk in model]).cpu()
-        found = SklearnKMeans(self.size, n_init=1, random_state=self.seed).fit(H.numpy())
+        found = Clusters(self.size, n_init=1, random_state=self.seed).fit(H.numpy())
         centres = torch.as_tensor(found.cluster_centers_).to(H)
         labels = torch.as_tensor(found.labels_).long()
         distance = (H - centres[labels]).square().sum(1)

@@ -1,5 +1,6 @@
-"""What predictions are worth: metrics, and with matplotlib ``ntkgp.report.figures``, which is imported by that name."""
+"""What predictions are worth: metrics, scores with errors, one page of all; figures in ``ntkgp.report.figures``."""
 
 from ntkgp.report import metrics
+from ntkgp.report.report import Report, report
 
-__all__ = ["metrics"]
+__all__ = ["Report", "metrics", "report"]

@@ -1,7 +1,6 @@
 """Scores: of probabilities against labels, of intervals, of what tells two data sets apart, and of images."""
 
 import torch
-from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
 from ntkgp.posteriors import Prediction
@@ -84,6 +83,8 @@ def root_mean_squared_calibration_error(probs: Tensor, y: Tensor, bins: int = 15
 
 def ood_auc(inside: Tensor, outside: Tensor) -> float:  # (N,), (M,)
     """Return how probable it is that a score is larger outside than inside the distribution, ties counted half."""
+    from sklearn.metrics import roc_auc_score  # two seconds, which `import ntkgp` must not take
+
     for name, scores in (("inside", inside), ("outside", outside)):
         if scores.ndim != 1 or not len(scores):
             raise ValueError(f"{name} must be a vector of scores, but has shape {tuple(scores.shape)}")

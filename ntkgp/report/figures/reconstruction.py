@@ -1,6 +1,6 @@
 """Figures of a reconstruction: the image with its error bars, whether they are calibrated, and how it converged.
 
-They need matplotlib, the extra ``report``. Each function returns a figure that belongs to no window.
+Each function returns a figure of several panels that belongs to no window.
 """
 
 import math
@@ -8,18 +8,14 @@ from typing import Literal
 
 import numpy as np
 import torch
+from matplotlib.axes import Axes
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from ntkgp.inverse import Reconstruction
 from ntkgp.report.metrics import psnr
-
-try:
-    from matplotlib.axes import Axes
-    from matplotlib.colors import Normalize
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-except ImportError as error:
-    raise ImportError("figures need matplotlib: pip install 'ntkgp[report]'") from error
 
 __all__ = ["calibration_figure", "convergence_figure", "reconstruction_figure"]
 
