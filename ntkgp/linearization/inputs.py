@@ -5,7 +5,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["Input", "batch_size", "leaves", "map_leaves", "rebuild", "same_input", "take", "validate_input"]
+__all__ = [
+    "Input",
+    "batch_size",
+    "leaves",
+    "map_leaves",
+    "rebuild",
+    "same_input",
+    "take",
+    "validate_input",
+    "wants_grad",
+]
 
 Input = Tensor | tuple[Tensor, ...] | list[Tensor] | dict[str, Tensor]
 
@@ -40,6 +50,11 @@ def batch_size(x: Input) -> int:
 def take(x: Input, index: slice | Tensor) -> Input:
     """Return the examples of ``x`` that ``index`` selects."""
     return map_leaves(lambda leaf: leaf[index], x)
+
+
+def wants_grad(x: Input) -> bool:
+    """Tell whether derivatives in ``x`` are asked for."""
+    return torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves(x))
 
 
 def same_input(x: Input, y: Input) -> bool:
