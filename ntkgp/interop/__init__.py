@@ -3,9 +3,9 @@
 from importlib import import_module
 from typing import Any
 
-__all__ = ["BotorchModel"]
+__all__ = ["BotorchModel", "NTKGPClassifier", "NTKGPRegressor"]
 
-_HOMES = {"BotorchModel": "botorch"}
+_HOMES = {"BotorchModel": "botorch", "NTKGPClassifier": "sklearn", "NTKGPRegressor": "sklearn"}
 
 
 def __getattr__(name: str) -> Any:
