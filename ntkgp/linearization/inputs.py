@@ -1,6 +1,6 @@
-"""Inputs of a network: one tensor, or a tuple or dict of tensors, each with the examples along its first dimension."""
+"""Inputs of a network: one tensor, or a tuple or mapping of tensors, the examples along the first dimension."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -17,21 +17,21 @@ __all__ = [
     "wants_grad",
 ]
 
-Input = Tensor | tuple[Tensor, ...] | list[Tensor] | dict[str, Tensor]
+Input = Tensor | tuple[Tensor, ...] | list[Tensor] | Mapping[str, Tensor]
 
 
 def leaves(x: Input) -> list[Tensor]:
     """Return the tensors of ``x`` in a fixed order."""
     if isinstance(x, Tensor):
         return [x]
-    return list(x.values()) if isinstance(x, dict) else list(x)
+    return list(x.values()) if isinstance(x, Mapping) else list(x)
 
 
 def map_leaves(fn: Callable[[Tensor], Tensor], x: Input) -> Input:
-    """Apply ``fn`` to every tensor of ``x`` and keep the structure."""
+    """Apply ``fn`` to every tensor of ``x`` and keep the structure; of a mapping a plain dict is left."""
     if isinstance(x, Tensor):
         return fn(x)
-    if isinstance(x, dict):
+    if isinstance(x, Mapping):
         return {key: fn(value) for key, value in x.items()}
     return tuple(fn(value) for value in x)
 
@@ -75,7 +75,7 @@ def validate_input(x: Input, dtype: torch.dtype, device: torch.device, argument:
         TypeError: if ``x`` is not made of tensors, or its floating dtype is not the network's.
         ValueError: if ``x`` is empty, ragged, on another device, or holds NaN or infinity.
     """
-    if not isinstance(x, Tensor | tuple | list | dict) or not all(isinstance(leaf, Tensor) for leaf in leaves(x)):
+    if not isinstance(x, Tensor | tuple | list | Mapping) or not all(isinstance(leaf, Tensor) for leaf in leaves(x)):
         raise TypeError(f"{argument} must be a tensor, or a tuple or dict of tensors, but is a {type(x).__name__}")
     parts = leaves(x)
     if not parts or any(leaf.ndim == 0 for leaf in parts):

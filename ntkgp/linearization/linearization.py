@@ -33,7 +33,8 @@ class Linearization:
     The network is copied: it is never changed, and training it further does not move the linearisation.
 
     Args:
-        net: any module that takes a tensor (or a dict or tuple of tensors), examples first, and returns one tensor.
+        net: any module that takes a tensor (or a mapping or tuple of tensors), examples first, and returns one tensor,
+            or an object with ``logits``.
         parameters: which parameters are Bayesian: None for all that require gradients, a predicate on
             (name, parameter), or a list of parameter or module names.
         example: an input from which shapes are learnt at once; otherwise the first input teaches them.
