@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --retries 10 --timeout 60 --constrai
 .DEFAULT_GOAL := help
 
 help:  ## list every target
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-22s %s\n", $$1, $$2}'
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -35,6 +35,11 @@ types: $(VENV)/.ready  ## static types of the package
 
 suite: $(VENV)/.ready  ## every test, with coverage
 	@$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --cov --cov-report=term -q
+
+docs: $(VENV)/.ready  ## the documentation, built strictly, into build/site/
+	@$(PIP) --no-build-isolation --editable '.[docs]'
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 bench-kernel: $(VENV)/.ready  ## the tangent kernel beside laplace-torch and neural-tangents; a table in benchmarks/results/
 	@test -n "$$(ls -A $(PEERS) 2>/dev/null)" || bash ../shared/peers/setup $(PEERS)

@@ -81,7 +81,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help="training steps of the networks")
     parser.add_argument("--tuning-steps", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--small", action="store_true", help="few steps of training and tuning")
     args = parser.parse_args()
+    if args.small:
+        args.steps, args.tuning_steps = 20, 5
     args.output.mkdir(parents=True, exist_ok=True)
 
     X, y = (torch.as_tensor(part, dtype=torch.float64) for part in load_diabetes(return_X_y=True))

@@ -84,15 +84,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("demo"), help="folder for the figure")
     parser.add_argument("--steps", type=int, default=300, help="training steps of the networks")
-    parser.add_argument("--splits", type=int, default=5)
+    parser.add_argument("--small", action="store_true", help="two splits")
     args = parser.parse_args()
+    splits = 2 if args.small else 5
     args.output.mkdir(parents=True, exist_ok=True)
 
     X, y = (torch.as_tensor(part) for part in load_breast_cancer(return_X_y=True))
     found: dict[str, list[tuple[Tensor, Tensor]]] = {}
     scored: dict[str, list[Tensor]] = {}
     start = time.perf_counter()
-    for split in range(args.splits):
+    for split in range(splits):
         order = torch.randperm(len(X), generator=torch.Generator().manual_seed(split))
         train, test = order[: len(X) // 2], order[len(X) // 2 :]
         x = (X - X[train].mean(0)) / X[train].std(0)
@@ -100,11 +101,11 @@ def main() -> None:
         for name, prediction in predictions(net, x[train], y[train], x[test]).items():
             found.setdefault(name, []).append((prediction.probs, y[test]))
             scored.setdefault(name, []).append(scores(prediction, y[test]))
-    print(f"breast cancer: {len(train)} training points, {len(test)} test points, mean of {args.splits} splits ± error")
+    print(f"breast cancer: {len(train)} training points, {len(test)} test points, mean of {splits} splits ± error")
     print(f"{'':20}" + "".join(f"{name:>16}" for name in COLUMNS))
     for name, rows in scored.items():
         table = torch.stack(rows)
-        mean, error = table.mean(0), table.std(0) / max(1, args.splits) ** 0.5
+        mean, error = table.mean(0), table.std(0) / splits**0.5
         cells = zip(mean.tolist(), error.tolist(), COLUMNS.values(), strict=True)
         print(f"{name:20}" + "".join(f"{f'{m:{form}} ± {e:{form}}':>16}" for m, e, form in cells))
     draw(args.output / "overconfident.png", found)

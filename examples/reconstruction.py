@@ -27,7 +27,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("demo"), help="folder for the figures")
     parser.add_argument("--steps", type=int, default=1000, help="training steps of the network")
     parser.add_argument("--tuning-steps", type=int, default=30, help="of the evidence")
+    parser.add_argument("--small", action="store_true", help="few steps of training and tuning")
     args = parser.parse_args()
+    if args.small:
+        args.steps, args.tuning_steps = 50, 2
     args.output.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
 

@@ -1,6 +1,6 @@
 """Every trained network is locally a Gaussian process."""
 
-from ntkgp import curvature, inverse, likelihoods, posteriors, priors, report, training
+from ntkgp import curvature, interop, inverse, likelihoods, posteriors, priors, report, training
 from ntkgp.inverse import reconstruct
 from ntkgp.kernels import LinearizedMean, MultiOutputVariationalStrategy, NTKKernel
 from ntkgp.linearization import Linearization
@@ -15,6 +15,7 @@ __all__ = [
     "Prediction",
     "curvature",
     "fit",
+    "interop",
     "inverse",
     "likelihoods",
     "load",

@@ -6,7 +6,7 @@ import torch
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.lazy import LazyEvaluatedKernelTensor
 from gpytorch.models import ApproximateGP
-from gpytorch.utils.memoize import cached
+from gpytorch.utils.memoize import cached, pop_from_cache_ignore_args
 from gpytorch.variational._variational_distribution import _VariationalDistribution
 from gpytorch.variational._variational_strategy import _VariationalStrategy
 from linear_operator import LinearOperator, to_dense, to_linear_operator
@@ -100,6 +100,9 @@ class MultiOutputVariationalStrategy(_VariationalStrategy):
                 f"but is over {inducing_values.shape[-1]}"
             )
         L = self._cholesky_factor(K[..., : m * C, : m * C], index)
+        if L.shape[:-2] != K.shape[:-2]:  # kept from a call with other batch dimensions
+            pop_from_cache_ignore_args(self, "cholesky_factor")
+            L = self._cholesky_factor(K[..., : m * C, : m * C], index)
         cross = to_dense(K[..., : m * C, m * C :])[..., index, :]
         W = solve_triangular(L, cross.to(L.dtype), upper=False).mT.to(cross.dtype)  # (..., n C, M)
         mean = mean[..., m:, :] + (W @ inducing_values.unsqueeze(-1)).view(mean[..., m:, :].shape)

@@ -1,27 +1,37 @@
-"""Inputs of a network: one tensor, or a tuple or dict of tensors, each with the examples along its first dimension."""
+"""Inputs of a network: one tensor, or a tuple or mapping of tensors, the examples along the first dimension."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-__all__ = ["Input", "batch_size", "leaves", "map_leaves", "rebuild", "same_input", "take", "validate_input"]
+__all__ = [
+    "Input",
+    "batch_size",
+    "leaves",
+    "map_leaves",
+    "rebuild",
+    "same_input",
+    "take",
+    "validate_input",
+    "wants_grad",
+]
 
-Input = Tensor | tuple[Tensor, ...] | list[Tensor] | dict[str, Tensor]
+Input = Tensor | tuple[Tensor, ...] | list[Tensor] | Mapping[str, Tensor]
 
 
 def leaves(x: Input) -> list[Tensor]:
     """Return the tensors of ``x`` in a fixed order."""
     if isinstance(x, Tensor):
         return [x]
-    return list(x.values()) if isinstance(x, dict) else list(x)
+    return list(x.values()) if isinstance(x, Mapping) else list(x)
 
 
 def map_leaves(fn: Callable[[Tensor], Tensor], x: Input) -> Input:
-    """Apply ``fn`` to every tensor of ``x`` and keep the structure."""
+    """Apply ``fn`` to every tensor of ``x`` and keep the structure; of a mapping a plain dict is left."""
     if isinstance(x, Tensor):
         return fn(x)
-    if isinstance(x, dict):
+    if isinstance(x, Mapping):
         return {key: fn(value) for key, value in x.items()}
     return tuple(fn(value) for value in x)
 
@@ -42,6 +52,11 @@ def take(x: Input, index: slice | Tensor) -> Input:
     return map_leaves(lambda leaf: leaf[index], x)
 
 
+def wants_grad(x: Input) -> bool:
+    """Tell whether derivatives in ``x`` are asked for."""
+    return torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves(x))
+
+
 def same_input(x: Input, y: Input) -> bool:
     """Tell whether ``x`` and ``y`` hold the same numbers, bit for bit; O(N D), no differentiation."""
     a, b = leaves(x), leaves(y)
@@ -60,7 +75,7 @@ def validate_input(x: Input, dtype: torch.dtype, device: torch.device, argument:
         TypeError: if ``x`` is not made of tensors, or its floating dtype is not the network's.
         ValueError: if ``x`` is empty, ragged, on another device, or holds NaN or infinity.
     """
-    if not isinstance(x, Tensor | tuple | list | dict) or not all(isinstance(leaf, Tensor) for leaf in leaves(x)):
+    if not isinstance(x, Tensor | tuple | list | Mapping) or not all(isinstance(leaf, Tensor) for leaf in leaves(x)):
         raise TypeError(f"{argument} must be a tensor, or a tuple or dict of tensors, but is a {type(x).__name__}")
     parts = leaves(x)
     if not parts or any(leaf.ndim == 0 for leaf in parts):

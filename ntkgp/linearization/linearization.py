@@ -14,7 +14,7 @@ from ntkgp.linearization.capture import Analysis, Workspace, capture, fallback_j
 from ntkgp.linearization.factors import Dense, Factor
 from ntkgp.linearization.features import Features
 from ntkgp.linearization.graph import Trace, trace
-from ntkgp.linearization.inputs import Input, batch_size, leaves, map_leaves, rebuild, take, validate_input
+from ntkgp.linearization.inputs import Input, batch_size, leaves, map_leaves, rebuild, take, validate_input, wants_grad
 from ntkgp.linearization.layout import ParameterLayout
 from ntkgp.linearization.probe import probe, tolerance
 from ntkgp.linearization.products import JVP, JVPS, JVPS_IN_REVERSE, DifferentiableJVP, vjp
@@ -33,7 +33,8 @@ class Linearization:
     The network is copied: it is never changed, and training it further does not move the linearisation.
 
     Args:
-        net: any module that takes a tensor (or a dict or tuple of tensors), examples first, and returns one tensor.
+        net: any module that takes a tensor (or a mapping or tuple of tensors), examples first, and returns one tensor,
+            or an object with ``logits``.
         parameters: which parameters are Bayesian: None for all that require gradients, a predicate on
             (name, parameter), or a list of parameter or module names.
         example: an input from which shapes are learnt at once; otherwise the first input teaches them.
@@ -145,7 +146,7 @@ class Linearization:
         """Return f(x; θ*), or the network itself at other weights (P,); differentiable in x if that asks for it."""
         analysis = self.learn(x)
         at = None if theta is None else self.layout.split(theta)
-        if _wants_grad(x):
+        if wants_grad(x):
             with self._net.differentiable():
                 return self._project(self._net(x, at))
         with torch.no_grad():
@@ -157,7 +158,7 @@ class Linearization:
         _check_shape("v", v, (self.num_params,))
         V = v.reshape(-1, self.num_params)
         product = self._forward_product(x, analysis)
-        if _wants_grad(x) or _wants_grad(v):
+        if wants_grad(x) or wants_grad(v):
             out = DifferentiableJVP.apply(self._net, product, partial(rebuild, x), V, *leaves(x))
         else:
             out = self._values_and_products(x, V)[1]
@@ -182,7 +183,7 @@ class Linearization:
         _check_shape("u", u, (n, self.num_outputs))
         U = u.reshape(-1, n, self.num_outputs)
         U = U if self._seeds is None else U @ self._seeds
-        if _wants_grad(x) or _wants_grad(u):
+        if wants_grad(x) or wants_grad(u):
             total = vjp(self._net, x, U, differentiable=True)
         else:
             total, batch = u.new_zeros(U.shape[0], self.num_params), _product_batch(analysis)
@@ -193,12 +194,12 @@ class Linearization:
     def jacobian(self, x: Input) -> Tensor:  # (N, C, P)
         """Return J(x) as a dense tensor, example by example with plain backward passes: the oracle of all else."""
         self.learn(x)
-        return self._by_example(x, self.layout.names, _wants_grad(x))
+        return self._by_example(x, self.layout.names, wants_grad(x))
 
     def features(self, x: Input) -> Features:
         """Return J(x) in factored form; differentiable in x where x requires gradients."""
         analysis = self.learn(x)
-        if _wants_grad(x):
+        if wants_grad(x):
             return self._capture(x, differentiable=True)
         x = map_leaves(Tensor.detach, x)
         batch, n = self._capture_batch(analysis), batch_size(x)
@@ -444,10 +445,6 @@ def _parts(x: Input, batch: int) -> Iterator[Input]:
 
 def _product_batch(analysis: Analysis, copies: int = 1) -> int:
     return max(1, _PRODUCT_BYTES // max(1, 4 * copies * analysis.activations))
-
-
-def _wants_grad(x: Input) -> bool:
-    return torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves(x))
 
 
 def _check_shape(argument: str, value: Tensor, tail: tuple[int, ...]) -> None:

@@ -46,7 +46,7 @@ def probe(net: Snapshot, x: Input, large: int = _LARGE, small: int = _SMALL) -> 
     )
     generator = torch.Generator(device="cpu").manual_seed(0)
     with net.differentiable(), torch.enable_grad():
-        f, f_small = net(x), net(x_small)
+        f, f_small = _evaluated(net, x), _evaluated(net, x_small)
         _check_examples(net, x, f, f_small, large)
         t, t_small = trace(f, leaves(x)), trace(f_small, leaves(x_small))
         names = {id(parameter): name for name, parameter in net.parameters.items()}
@@ -84,6 +84,18 @@ def _flops(net: Snapshot, x: Input) -> float:
     return counter.get_total_flops()
 
 
+def _evaluated(net: Snapshot, x: Input) -> Tensor:  # (N, C)
+    try:
+        return net(x)
+    except AssertionError as error:
+        if "Guard failed" not in str(error):
+            raise
+        raise ValueError(
+            f"the network was exported for other shapes than {batch_size(x)} examples ({error}): pass dynamic_shapes "
+            "to torch.export.export, with Dim.DYNAMIC for the first dimension"
+        ) from error
+
+
 def _check_examples(net: Snapshot, x: Input, f: Tensor, f_small: Tensor, large: int) -> None:
     if f.shape[0] != large:
         raise ValueError(
@@ -95,11 +107,13 @@ def _check_examples(net: Snapshot, x: Input, f: Tensor, f_small: Tensor, large: 
     scale = tolerance(f.dtype) * f.detach().abs().max().clamp_min(1e-12)
     again = net(x)
     if (again - f).abs().max() > scale:
-        raise ValueError("the network is random in eval mode (dropout or sampling that ignores eval()?)")
+        raise ValueError(
+            "the network is random in eval mode (dropout or sampling that ignores eval()? exported in training mode?)"
+        )
     if (f[: f_small.shape[0]] - f_small).abs().max() > scale:
         raise ValueError(
             "the network mixes examples of a batch: an output changes with the other examples beside it "
-            "(a BatchNorm without running statistics?)"
+            "(a BatchNorm without running statistics? exported in training mode?)"
         )
 
 

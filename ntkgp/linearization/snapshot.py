@@ -2,11 +2,12 @@
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ntkgp.linearization.inputs import Input
 from ntkgp.linearization.layout import ParameterLayout
 
-__all__ = ["CallConvention", "Snapshot"]
+__all__ = ["CallConvention", "Snapshot", "outputs_of"]
 
 _COMPILED = "_orig_mod"  # where torch.compile keeps the eager module
 Selection = None | Callable[[str, nn.Parameter], bool] | Sequence[str]
@@ -37,8 +38,7 @@ class Snapshot:
     """
 
     def __init__(self, net: nn.Module, parameters: Selection = None) -> None:
-        if not isinstance(net, nn.Module):
-            raise TypeError(f"net must be a torch.nn.Module, but is a {type(net).__name__}")
+        _check_module(net)
         self.module = _eager_copy(net).eval()
         named = dict(self.module.named_parameters())
         chosen = _select(named, parameters)
@@ -81,14 +81,7 @@ class Snapshot:
             f = self.module(*args, **kwargs)
         else:
             f = torch.func.functional_call(self.module, theta, args, kwargs)
-        if not isinstance(f, Tensor):
-            raise TypeError(
-                f"the network must return one tensor, but returned a {type(f).__name__}: "
-                "wrap it in a module that picks the output to linearise"
-            )
-        if f.ndim == 0:
-            raise ValueError("the network returned a scalar: it must return one output per example")
-        return f if f.ndim == 2 else f.reshape(f.shape[0], -1)
+        return outputs_of(f)
 
     def fingerprint(self) -> str:
         """Return a digest of all parameters and buffers."""
@@ -126,6 +119,35 @@ def _without_mkldnn() -> Iterator[None]:
         yield
     finally:
         torch._C._set_mkldnn_enabled(enabled)
+
+
+def outputs_of(f: Any) -> Tensor:  # -> (N, C)
+    """Return what a network returned, or the ``logits`` of it, flattened to C numbers for each example.
+
+    Raises:
+        TypeError: if there is no such tensor.
+        ValueError: if it is a scalar.
+    """
+    f = f if isinstance(f, Tensor) else getattr(f, "logits", f)
+    if not isinstance(f, Tensor):
+        raise TypeError(
+            f"the network must return one tensor, or an object with its logits, but returned a {type(f).__name__}: "
+            "wrap it in a module that picks the output to linearise"
+        )
+    if f.ndim == 0:
+        raise ValueError("the network returned a scalar: it must return one output per example")
+    return f if f.ndim == 2 else f.reshape(f.shape[0], -1)
+
+
+def _check_module(net: object) -> None:
+    if not isinstance(net, nn.Module):
+        hint = ": pass its module()" if type(net).__name__ == "ExportedProgram" else ""
+        raise TypeError(f"net must be a torch.nn.Module, but is a {type(net).__name__}{hint}")
+    if any(isinstance(module, torch.jit.ScriptModule) for module in net.modules()):
+        raise TypeError(
+            "net is, or holds, a TorchScript module, which cannot be taken apart: pass the Python module that it was "
+            "made from, or one that torch.export made"
+        )
 
 
 def _eager_copy(net: nn.Module) -> nn.Module:
@@ -169,10 +191,12 @@ def _select(named: dict[str, nn.Parameter], selection: Selection) -> set[str]:
 
 @dataclass(frozen=True)
 class CallConvention:
-    """How ``forward`` wants its input: a dict by keywords if its keys are arguments, a tuple by position if it fits."""
+    """How ``forward`` wants its input: a mapping by keywords if it takes its keys, a tuple by position if it fits."""
 
     names: frozenset[str]
+    required: frozenset[str]
     positional: float
+    any_keyword: bool
 
     @classmethod
     def of(cls, module: nn.Module) -> "CallConvention":
@@ -180,13 +204,17 @@ class CallConvention:
         parameters = inspect.signature(module.forward).parameters
         kinds = [p.kind for p in parameters.values()]
         by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        unlimited = inspect.Parameter.VAR_POSITIONAL in kinds
-        return cls(frozenset(parameters), inf if unlimited else sum(kind in by_position for kind in kinds))
+        unlimited, any_keyword = inspect.Parameter.VAR_POSITIONAL in kinds, inspect.Parameter.VAR_KEYWORD in kinds
+        required = {
+            name for name, p in parameters.items() if p.kind in by_position and p.default is inspect.Parameter.empty
+        }
+        positional = inf if unlimited else sum(kind in by_position for kind in kinds)
+        return cls(frozenset(parameters), frozenset(required), positional, any_keyword)
 
     def __call__(self, x: Input) -> tuple[tuple, dict]:
         """Return positional and keyword arguments."""
-        if isinstance(x, dict) and self.names.issuperset(x):
-            return (), x
+        if isinstance(x, Mapping) and (self.names.issuperset(x) or (self.any_keyword and self.required.issubset(x))):
+            return (), dict(x)
         if isinstance(x, tuple | list) and self.positional >= len(x) > 1:
             return tuple(x), {}
         return (x,), {}

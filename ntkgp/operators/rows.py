@@ -1,5 +1,6 @@
 """Inputs as rows: GPyTorch and LinearOperator see (..., N, D); the network sees its own shapes."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -22,7 +23,7 @@ class RowForm:
     @classmethod
     def of(cls, x: Input) -> "RowForm":
         """Return the form of ``x``, examples along the first dimension."""
-        keys = tuple(x) if isinstance(x, dict) else None
+        keys = tuple(x) if isinstance(x, Mapping) else None
         return cls(tuple(leaf.shape[1:] for leaf in leaves(x)), keys, isinstance(x, tuple | list))
 
     def flatten(self, x: Input) -> tuple[Tensor, ...]:  # each (N, *shape) -> (N, D)

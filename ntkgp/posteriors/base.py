@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -16,7 +17,7 @@ from tqdm.auto import tqdm
 from ntkgp.evidence import derivative_in_logarithm
 from ntkgp.likelihoods import Expansion, Likelihood, SiteBlocks
 from ntkgp.linearization import Features, Linearization
-from ntkgp.linearization.inputs import Input, batch_size, leaves, take
+from ntkgp.linearization.inputs import Input, batch_size, leaves, map_leaves, take, wants_grad
 from ntkgp.posteriors.mode import Certificate, Mode
 from ntkgp.posteriors.model import Chunk, LinearModel, split
 from ntkgp.posteriors.prediction import Latent, Prediction, predictive_of, valid_covariance
@@ -113,11 +114,13 @@ class Posterior(gpytorch.Module):
     def latent(self, x: Input, joint: bool = False) -> MultivariateNormal:
         """Return q(f(x)): of each point by itself, batch (N,) and event (C,), or of all points jointly.
 
+        Differentiable in x where x requires gradients; hyperparameters count as constants.
+
         Args:
             x: N points. If ``joint``, leading dimensions (b, q, ...) give b distributions over q points each.
             joint: whether to return the N x C values jointly, as a MultitaskMultivariateNormal.
         """
-        with torch.no_grad():
+        with torch.set_grad_enabled(wants_grad(x)), self._constant():
             if joint:
                 return self._joint_latent(x)
             parts = list(self._latents(x))
@@ -150,16 +153,35 @@ class Posterior(gpytorch.Module):
         extra = leaves(x)[0].ndim - leaves(self.lin.example)[0].ndim
         if extra > 1:
             raise ValueError(f"x has {extra} dimensions too many: joint latents take (q, ...) or (b, q, ...)")
-        batches = [x] if extra == 0 else [take(x, i) for i in range(batch_size(x))]  # type: ignore[arg-type]
+        if extra == 0:
+            x = map_leaves(lambda leaf: leaf.unsqueeze(0), x)
+        q = leaves(x)[0].shape[1]
         means, covariances = [], []
-        for points in batches:
+        groups = max(1, self._batch(_points(x)) // q)  # of q points each, that are looked at together
+        for start in range(0, batch_size(x), groups):
+            points = _points(take(x, slice(start, start + groups)))
             F = self.lin.features(points)
-            means.append(self._mean(points, F))
-            covariances.append(valid_covariance(self._joint(F)))
-        mean, covariance = torch.stack(means), torch.stack(covariances)
+            means.append(self._mean(points, F).unflatten(0, (-1, q)))
+            if q == 1:
+                covariances.append(self._blocks(F))
+            else:
+                covariances += [self._joint(F[i : i + q]).unsqueeze(0) for i in range(0, F.num_examples, q)]
+        mean, covariance = torch.cat(means), valid_covariance(torch.cat(covariances))
         if extra == 0:
             mean, covariance = mean[0], covariance[0]
         return MultitaskMultivariateNormal(mean, to_linear_operator(covariance))
+
+    @contextmanager
+    def _constant(self) -> Iterator[None]:
+        """Keep hyperparameters out of graphs: factors that are kept have none, so derivatives would lack a part."""
+        learnt = [p for p in self.parameters() if p.requires_grad]
+        try:
+            for p in learnt:
+                p.requires_grad_(False)
+            yield
+        finally:
+            for p in learnt:
+                p.requires_grad_(True)
 
     def _predicted_together(self, x: Input) -> Iterator[Input]:
         for start in range(0, batch_size(x), step := self._batch(x)):
@@ -440,3 +462,7 @@ class Posterior(gpytorch.Module):
         if key not in self._found:
             self._found[key] = make()
         return self._found[key]
+
+
+def _points(x: Input) -> Input:  # (b, q, ...) -> (b q, ...)
+    return map_leaves(lambda leaf: leaf.flatten(0, 1), x)

@@ -1,6 +1,6 @@
 """The front door: a network and data in, a posterior out."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -194,8 +194,6 @@ def _made(
 
 def linearization(net: Any, data: Any, outputs: Any) -> Linearization:
     """Return the network linearised, with shapes learnt from the data, and some of its outputs if asked for."""
-    if not isinstance(net, nn.Module | Linearization):
-        raise TypeError(f"net must be a torch.nn.Module or a Linearization, but is a {type(net).__name__}")
     lin = net if isinstance(net, Linearization) else Linearization(net)
     lin.learn(first_input(data))
     return lin if outputs is None else lin.select(outputs)
@@ -209,12 +207,21 @@ def first_input(data: Any) -> Any:
         batch = next(iter(data), None)
         if batch is None:
             raise ValueError("data is an empty loader: at least one batch is expected")
-        return batch[0]
+        return _pair(batch)[0]
     if isinstance(data, Dataset):
         if not len(data):  # type: ignore[arg-type]
             raise ValueError("data is an empty dataset: at least one point is expected")
-        return map_leaves(lambda leaf: leaf.unsqueeze(0), data[0][0])
+        return map_leaves(lambda leaf: leaf.unsqueeze(0), _pair(data[0])[0])
     raise TypeError(f"data must be (X, y), a Dataset or a DataLoader, but is a {type(data).__name__}")
+
+
+def _pair(point: Any) -> Any:
+    if isinstance(point, Mapping):
+        raise TypeError(
+            f"data must yield (X, y), but yields a {type(point).__name__} with keys {list(point)}: take the targets "
+            "out, in a Dataset or collate_fn that returns ({the inputs}, targets)"
+        )
+    return point
 
 
 def as_likelihood(likelihood: str | Likelihood) -> Likelihood:

@@ -162,14 +162,15 @@ def valid_covariance(covariance: Tensor) -> Tensor:  # (..., d, d)
     bad = torch.linalg.cholesky_ex(covariance).info > 0
     if not bad.any():
         return covariance
-    values, vectors = torch.linalg.eigh(covariance[bad] if bad.ndim else covariance)
+    broken = covariance[bad] if bad.ndim else covariance
+    values, vectors = torch.linalg.eigh(broken.detach())  # no graph: the derivatives of equal eigenvalues are infinite
     if (values[..., 0] < -_ROUNDING * values[..., -1].abs()).any():
         warnings.warn(
             f"{covariance.dtype} cannot resolve some posterior variances, which are tiny beside the prior's: they are "
             "set to zero where they came out negative; use float64 to see them",
             stacklevel=4,
         )
-    repaired = (vectors * values.clamp(min=0).unsqueeze(-2)) @ vectors.mT
+    repaired = broken - (vectors * values.clamp(max=0).unsqueeze(-2)) @ vectors.mT
     return covariance.index_put((bad,), repaired) if bad.ndim else repaired
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -153,7 +154,7 @@ def _described(posterior: Posterior) -> tuple[dict[str, Any], dict[str, Tensor]]
 def _put_input(tensors: dict[str, Tensor], prefix: str, x: Any) -> Any:
     """Store the tensors of an input; return its structure."""
     tensors |= {f"{prefix}.{i}": leaf for i, leaf in enumerate(leaves(x))}
-    return list(x) if isinstance(x, dict) else len(x) if isinstance(x, tuple | list) else "tensor"
+    return list(x) if isinstance(x, Mapping) else len(x) if isinstance(x, tuple | list) else "tensor"
 
 
 def _put_process(tensors: dict[str, Tensor], posterior: VariationalPosterior) -> dict[str, Any]:

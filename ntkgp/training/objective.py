@@ -22,7 +22,7 @@ from ntkgp.likelihoods import Likelihood
 from ntkgp.linearization import Linearization
 from ntkgp.linearization.inputs import Input
 from ntkgp.linearization.layout import ParameterLayout
-from ntkgp.linearization.snapshot import CallConvention
+from ntkgp.linearization.snapshot import CallConvention, outputs_of
 from ntkgp.posteriors import GivenDiagonalPosterior, Posterior
 from ntkgp.posteriors.data import Source
 from ntkgp.posteriors.fit import as_likelihood
@@ -193,7 +193,7 @@ class WeightObjective(nn.Module):
             f = self.net(*args, **kwargs)
         else:
             f = torch.func.functional_call(self.net, dict(weights), args, kwargs)
-        return f.flatten(1) if f.ndim > 1 else f.unsqueeze(-1)
+        return outputs_of(f)
 
     def _targets(self, y: Tensor, f: Tensor) -> Tensor:
         y = self.likelihood.validate(y, f.shape[1])

@@ -84,6 +84,17 @@ def test_it_is_the_dense_formula(q, training, pairs, float64):
     assert_close(found.covariance_matrix, covariance, rtol=1e-7, atol=1e-7)
 
 
+def test_batches_of_another_size_are_taken_one_after_the_other(float64):
+    lin, prior, x, _, x_new = problem()
+    model = Model(lin, prior, x[:4])
+    model.eval()
+    each, twice, alone = model(x_new.unsqueeze(1)), model(x_new.expand(2, 4, 2)), model(x_new)
+    blocks = alone.covariance_matrix.unflatten(0, (4, 3)).unflatten(2, (4, 3))  # (n, C, n, C)
+    truth = torch.stack([blocks[n, :, n] for n in range(4)])
+    assert_close(each.covariance_matrix, truth, rtol=1e-8, atol=1e-10)
+    assert_close(twice.covariance_matrix[1], alone.covariance_matrix, rtol=1e-8, atol=1e-10)
+
+
 def test_a_point_mass_has_the_residual_covariance_alone(float64):
     lin, prior, x, _, x_new = problem()
     model = Model(lin, prior, x[:4], DeltaVariationalDistribution).eval()

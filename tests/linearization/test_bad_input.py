@@ -36,7 +36,12 @@ NET, X = nn.Linear(3, 2), torch.randn(4, 3)
         (Wrapped(lambda f: F.dropout(f, 0.5, training=True)), X, ValueError, "random in eval mode"),
         (Wrapped(lambda f: f - f.mean(0)), X, ValueError, "mixes examples"),
         (nn.Sequential(NET, nn.BatchNorm1d(2, track_running_stats=False)), X, ValueError, "mixes examples"),
-        (Wrapped(lambda f: {"logits": f}), X, TypeError, "must return one tensor, but returned a dict"),
+        (
+            Wrapped(lambda f: {"logits": f}),
+            X,
+            TypeError,
+            "must return one tensor, or an object with its logits, but returned a dict",
+        ),
         (Wrapped(lambda f: f.sum()), X, ValueError, "returned a scalar"),
         (Wrapped(lambda f: f.T), X, ValueError, "returned 2 rows for 7 examples"),
         (Wrapped(lambda f: f.log()), X, ValueError, "output holds NaN"),

@@ -129,7 +129,7 @@ X, Y = torch.randn(6, 3), torch.tensor([0, 1, 2, 0, 1, 2])
         ({"data": DataLoader(TensorDataset(X[:0], Y[:0]), batch_size=2)}, ValueError, "empty loader"),
         ({"weights": torch.ones(4)}, ValueError, r"weights must have shape \(6,\) or \(6, 1\), but has \(4,\)"),
         ({"weights": -torch.ones(6)}, ValueError, "weights must be finite and not negative"),
-        ({"net": lambda x: x}, TypeError, "net must be a torch.nn.Module or a Linearization"),
+        ({"net": lambda x: x}, TypeError, "net must be a torch.nn.Module, but is a function"),
         ({"outputs": [5]}, ValueError, "outputs must be indices into 3 outputs"),
         ({"net": nn.Sequential(nn.Linear(3, 1))}, ValueError, "use bernoulli"),
     ],
