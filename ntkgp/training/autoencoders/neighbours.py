@@ -1,8 +1,6 @@
 """Classes from a few labels: nearest neighbours among codes that were drawn many times."""
 
 import torch
-from sklearn.model_selection import StratifiedKFold, cross_val_score
-from sklearn.neighbors import KNeighborsClassifier
 from torch import Tensor
 
 from ntkgp.training.autoencoders.moments import codes
@@ -38,6 +36,8 @@ class CodeNeighbours:
         num_samples: int = 100,
         generator: torch.Generator | None = None,
     ) -> None:
+        from sklearn.neighbors import KNeighborsClassifier  # slow to import
+
         if y.shape != (len(x),) or y.is_floating_point():
             raise ValueError(f"y must hold {len(x)} classes, integers, but has shape {tuple(y.shape)} and {y.dtype}")
         self.model, self.num_samples = model, num_samples
@@ -59,6 +59,9 @@ class CodeNeighbours:
 
 def _chosen(rows: object, labels: object, fewest: int) -> int:
     """Return the k with the best accuracy; the smaller one of equals."""
+    from sklearn.model_selection import StratifiedKFold, cross_val_score
+    from sklearn.neighbors import KNeighborsClassifier
+
     if fewest < 2:
         return 1
     folds = StratifiedKFold(2, shuffle=True, random_state=0)
