@@ -1,4 +1,4 @@
-"""How a posterior was made: method, hyperparameters, tuning and certificates, as sections of a page."""
+"""How a posterior was made: method, hyperparameters, tuning and certificates, as sections of a page with figures."""
 
 from typing import Any
 
@@ -7,35 +7,33 @@ import torch
 from ntkgp.posteriors import Posterior, SampledPosterior, VariationalPosterior
 from ntkgp.posteriors.data import Data
 from ntkgp.posteriors.tuning import settings
-from ntkgp.report.page import Plate, Section, Table, svg
+from ntkgp.report import figures
+from ntkgp.report.page import Section, Table, drawn
 
 __all__ = ["group_values", "made"]
 
 _GROUPS = 40  # bars, at most
 
 
-def made(draw: Any, post: Posterior, seconds: float | None) -> list[Section]:
+def made(post: Posterior, seconds: float | None) -> list[Section]:
     """Return what is told of a posterior itself.
 
     Args:
-        draw: :mod:`ntkgp.report.figures`.
         post: the posterior.
         seconds: that fitting took.
     """
     plates = []
     precisions = group_values(post, "precision")
     if precisions and len(precisions) > 1:
-        ax = draw.group_points(precisions, "prior precision")
-        plates.append(
-            Plate(svg(ax.figure, "precisions"), "The larger, the closer to their prior mean the weights must stay.")
-        )
+        ax = figures.group_points(precisions, "prior precision")
+        plates.append(drawn(ax, "precisions", "The larger, the closer to their prior mean the weights must stay."))
     gamma, sizes = group_values(post, "effective_parameters"), group_values(post, "sizes")
     if gamma:
-        ax = draw.group_points(gamma, "effective parameters", of=sizes)
-        plates.append(Plate(svg(ax.figure, "effective"), "How many parameters of each group the data determine."))
+        ax = figures.group_points(gamma, "effective parameters", of=sizes)
+        plates.append(drawn(ax, "effective", "How many parameters of each group the data determine."))
     if any("log_evidence" in step or "bound" in step or "validation_log_prob" in step for step in post.history):
-        ax = draw.evidence_curve(post.history)
-        plates.append(Plate(svg(ax.figure, "evidence"), "A curve that still climbs asks for more steps."))
+        ax = figures.evidence_curve(post.history)
+        plates.append(drawn(ax, "evidence", "A curve that still climbs asks for more steps."))
     return [Section("Prior and evidence", plates=plates)] * bool(plates) + [_method(post, gamma, seconds)]
 
 

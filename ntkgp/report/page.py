@@ -9,9 +9,9 @@ from io import StringIO
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from matplotlib.axes import Axes
 
-__all__ = ["Plate", "Section", "Table", "page", "svg"]
+__all__ = ["Plate", "Section", "Table", "drawn", "page"]
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1f2328; --faint: #59636e; --line: #d1d9e0; --paper: #ffffff; }
@@ -81,25 +81,26 @@ def page(title: str, text: str, sections: Sequence[Section]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def svg(figure: "Figure", name: str) -> str:
+def drawn(ax: "Axes", name: str, caption: str) -> Plate:
     """Return a figure as SVG that takes the colour of the text around it for what is black.
 
     Args:
-        figure: drawn in matplotlib's default colours.
+        ax: all of the figure, in matplotlib's default colours.
         name: put before all names inside, which on one page must not be those of another figure.
+        caption: the sentence below it.
     """
     import matplotlib
 
     file = StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.family": "sans-serif"}):
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(file, format="svg", transparent=True, metadata=nothing)
+        ax.figure.savefig(file, format="svg", transparent=True, metadata=nothing)  # type: ignore[union-attr]
     text = file.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     text = re.sub(r' (xmlns(:xlink)?|version)="[^"]*"', "", text)  # known to HTML
     text = re.sub(r'\bid="', f'id="{name}-', text)
     text = re.sub(r'(url\(#|href="#)', rf"\g<1>{name}-", text)
-    return re.sub(r"#000000\b", "currentColor", text)
+    return Plate(re.sub(r"#000000\b", "currentColor", text), caption)
 
 
 def _section(section: Section) -> str:
