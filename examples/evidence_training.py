@@ -15,7 +15,7 @@ from ntkgp.training import EvidenceTraining, MaximumAPosteriori
 
 def main() -> None:
     args = arguments(__doc__)
-    epochs = 30 if args.small else 400
+    epochs = 30 if args.small else 200
     torch.manual_seed(0)
     x, x_test = 4 * torch.rand(60, 1).double() - 2, torch.linspace(-2, 2, 400).double().unsqueeze(1)
     truth = lambda x: torch.sin(3 * x)  # noqa: E731

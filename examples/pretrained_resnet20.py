@@ -9,8 +9,8 @@ weights, each image standing for 25; blurred test images should make it less sur
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import avg_pool2d, pad, relu
-from workbench import BLUE, RED, arguments, plt
+from torch.nn.functional import avg_pool2d, cross_entropy, pad, relu
+from workbench import BLUE, RED, arguments, plt, train
 
 import ntkgp
 from ntkgp.report import metrics
@@ -60,10 +60,10 @@ def main() -> None:
     args = arguments(__doc__, weights="the checkpoint of the network", data="the file of CIFAR-10 images")
     torch.manual_seed(0)
     if args.small:
-        net, (x, y), (inside, labels) = ResNet20(width=4), made_up(40), made_up(20)
-        net.eval()
+        (x, y), (inside, labels), trained_on = made_up(40), made_up(20), 40
+        net = train(ResNet20(width=4), x, y, cross_entropy, steps=20)
     else:
-        net = ResNet20()
+        net, trained_on = ResNet20().eval(), 50_000
         state = torch.load(args.weights, map_location="cpu", weights_only=True)["state_dict"]
         net.load_state_dict({name.removeprefix("module."): value for name, value in state.items()})
         with np.load(args.data) as raw:
@@ -73,7 +73,7 @@ def main() -> None:
     blurred = pad(avg_pool2d(inside, 7, 1), (3, 3, 3, 3), mode="replicate")
     x, inside, blurred = ((part - CHANNELS[0]) / CHANNELS[1] for part in (x, inside, blurred))
 
-    weights = torch.full((len(x),), 50_000 / len(x))  # the network was trained on 50,000
+    weights = torch.full((len(x),), trained_on / len(x))  # how many each image stands for
     post = ntkgp.fit(net, (x, y), method="last_layer", weights=weights)
     print(f"{post.lin.num_params} weights, prior precision {post.prior.precision.item():.3g} by evidence")
     print(f"{'':11}{'images':10}{'NLL':>8}{'accuracy':>10}{'ECE':>8}{'entropy':>9}")

@@ -75,7 +75,7 @@ def fashion_mnist(out):
 
 def pretrained_resnet20(out):
     assert "170 weights" in out
-    assert numbers("network +blurred##", out)[1] <= 1
+    assert numbers("posterior +blurred####", out)[-1] > numbers("network +blurred####", out)[-1]  # nats of entropy
 
 
 def overconfident(out):
