@@ -24,7 +24,7 @@ demo: $(VENV)/.ready  ## an overconfident classifier put right, and a network as
 	@$(BIN)/python examples/overconfident.py --output demo
 	@$(BIN)/python examples/exact_gp_regression.py --output demo
 
-test: lint types suite  ## lint, types, docs snippets and the whole suite
+test: lint types docs suite  ## lint, types, the documentation, its snippets and the whole suite
 
 lint: $(VENV)/.ready  ## formatting and lint
 	@$(BIN)/ruff format --check .
@@ -37,7 +37,6 @@ suite: $(VENV)/.ready  ## every test, with coverage
 	@$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --cov --cov-report=term -q
 
 docs: $(VENV)/.ready  ## the documentation, built strictly, into build/site/
-	@$(PIP) --no-build-isolation --editable '.[docs]'
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "build/site/index.html"
 
