@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 PEERS ?= .peers
 NTKGP_DATA ?= ../shared/data
 THREADS ?= 2
+START := $(shell date +%s)
+TOOK = echo "make $(MAKECMDGOALS): $$(( ($$(date +%s) - $(START) + 30) / 60 )) minutes"
 PIP := $(BIN)/python -m pip install --quiet --retries 10 --timeout 60 --constraint constraints.txt
 
 .PHONY: help demo test lint types suite docs screenshots bench-kernel bench-posteriors bench-evidence bench-variational bench-training reproduce-uci reproduce-regression reproduce-figures reproduce-images reproduce-adapted reproduce-ct reproduce-ct-measured reproduce-training clean
@@ -23,6 +25,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 demo: $(VENV)/.ready  ## an overconfident classifier put right, and a network as an exact GP; tables, and figures in demo/
 	@$(BIN)/python examples/overconfident.py --output demo
 	@$(BIN)/python examples/exact_gp_regression.py --output demo
+	@$(TOOK)
 
 test: lint types docs suite  ## lint, types, the documentation, its snippets and the whole suite
 
@@ -35,6 +38,7 @@ types: $(VENV)/.ready  ## static types of the package
 
 suite: $(VENV)/.ready  ## every test, with coverage
 	@$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --cov --cov-report=term -q
+	@$(TOOK)
 
 docs: $(VENV)/.ready  ## the documentation, built strictly, into build/site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
