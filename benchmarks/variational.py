@@ -27,7 +27,7 @@ from ntkgp.posteriors.sparse_steps import Steps
 from ntkgp.report import metrics
 
 sys.path.insert(0, str(Path(__file__).parent / "reproduce"))
-from harness import HERE, Table, alone, commit, machine, median, peak_mb, run_json
+from harness import HERE, Table, alone, commit, kept, machine, median, peak_mb, run_json
 from images import DECAYS, EPOCHS, Networks, images, nll, probabilities
 from kernel import lenet, zoo
 
@@ -35,6 +35,7 @@ mpl.use("Agg")
 OUT = HERE / "results" / "variational"
 M, BATCH = 100, 100  # inducing values and points in a minibatch, ours and theirs
 GRID = [100.0, 300.0, 1000.0, 3000.0, 10000.0]  # precisions, ours and theirs
+PEERS = {"VaLLA": ["valla"], "VaLLA, validated": ["valla", "grid"], "ELLA": ["ella", "grid"]}
 FIRST = 1000  # images of a first fit, which the precision is chosen with
 VALIDATED, FEW = 1000, 1000  # validation images, and test images that VaLLA is watched on
 CIFAR_VALIDATED = 300  # whose features a GP can keep
@@ -129,32 +130,30 @@ def ours(data: Path, cache: Path, threads: int) -> dict:
 
 
 def fashion(args: argparse.Namespace) -> dict:
-    """Run ours, then each of theirs, on the same network."""
-    found = {"ours": alone(ours, args.data, args.cache, args.threads)}
-    problem = Fashion(args.data, args.cache)
+    """Run ours, then each of theirs, on the same network; parts that are there are not run again."""
+    problem, parts = Fashion(args.data, args.cache), args.cache.parent / "variational"
+    found = {"ours": kept(parts / "ours.json", lambda: alone(ours, args.data, args.cache, args.threads))}
     runner, grid = HERE / "peers" / "laplace_variational.py", [str(p) for p in GRID]
     with tempfile.TemporaryDirectory() as folder:
         problem.save(path := Path(folder) / "problem.npz")
         common = [path, "--num-inducing", M, "--batch-size", BATCH, "--start", problem.start, "--few", FEW]
         common += ["--threads", args.threads, "--budget", args.budget]
         python = args.peers / "laplace" / "bin" / "python"
-        for name, more in (
-            ("VaLLA", ["valla"]),
-            ("VaLLA, validated", ["valla", "--grid", *grid]),
-            ("ELLA", ["ella", "--grid", *grid]),
-        ):
-            command = [python, runner, more[0], *common, *more[1:]]
-            found[name] = run_json([str(word) for word in command], name)
-    for name in ("VaLLA", "VaLLA, validated", "ELLA"):
+        for name, more in PEERS.items():
+            command = [python, runner, more[0], *common, *(["--grid", *grid] if "grid" in more else [])]
+            run = lambda words=[str(word) for word in command], name=name: run_json(words, name)  # noqa: E731
+            found[name] = kept(parts / f"{name.replace(', ', '-').lower()}.json", run)
+    for name in PEERS:
         found[name]["behind"] = paired(found["ours"]["end"], found[name]["end"])
     found["ours"]["behind map"] = paired(found["ours"]["end"], found["ours"]["map"])
-    for run in (found["ours"]["end"], found["ours"]["map"], *(found[name]["end"] for name in found if name != "ours")):
-        run.pop("log_prob")
-    for name in ("VaLLA", "VaLLA, validated"):
-        for look in found[name]["curve"]:
-            look.pop("log_prob")
     curves(found)
-    return found
+    return without_log_probs(found)
+
+
+def without_log_probs(found: object) -> object:
+    if isinstance(found, dict):
+        return {name: without_log_probs(value) for name, value in found.items() if name != "log_prob"}
+    return [without_log_probs(value) for value in found] if isinstance(found, list) else found
 
 
 def paired(one: dict, other: dict) -> list[float]:
@@ -197,7 +196,7 @@ def fashion_rows(found: dict, table: Table) -> None:
     for name in ("VaLLA", "VaLLA, validated"):
         least, told = sooner(found, name)
         table.at_least(f"{name}: each NLL on the way, ours sooner", least, 5, told)
-    for name in ("VaLLA", "VaLLA, validated", "ELLA"):
+    for name in PEERS:
         end, (gap, error) = found[name]["end"], found[name]["behind"]
         table.above(
             f"test NLL below {name}'s, nats", gap, 0, f"± {error:.4f}; {mine['end']['nll']:.4f} / {end['nll']:.4f}"
@@ -225,7 +224,7 @@ def fashion_rows(found: dict, table: Table) -> None:
         0,
         f"{mine['ood']:.3f} / {mine['ood map']:.3f}",
     )
-    peaks = ", ".join(f"{name} {found[name]['peak_mb'] / 1e3:.1f}" for name in ("VaLLA", "VaLLA, validated", "ELLA"))
+    peaks = ", ".join(f"{name} {found[name]['peak_mb'] / 1e3:.1f}" for name in PEERS)
     table.note("peak memory, GB", f"ntkgp {mine['peak'] / 1e3:.1f}, {peaks}")
 
 
