@@ -62,8 +62,8 @@ def draw(path: Path, found: dict[str, StochasticAutoencoder], x: Tensor, y: Tens
         std = decoded(model, torch.cartesian_prod(axis, axis) * reach + centre, samples).variance.mean(1).sqrt()
         low, high = centre - reach, centre + reach
         extent = (low[0].item(), high[0].item(), low[1].item(), high[1].item())
-        image = ax.imshow(std.view(30, 30).T, origin="lower", extent=extent, aspect="auto")
-        ax.scatter(z[:, 0], z[:, 1], c=y, cmap="tab10", s=4)
+        image = ax.imshow(std.view(30, 30).T.numpy(), origin="lower", extent=extent, aspect="auto")
+        ax.scatter(*z.T.numpy(), c=y.numpy(), cmap="tab10", s=4)
         ax.set_title(name)
         figure.colorbar(image, ax=ax)
     figure.savefig(path, dpi=150)

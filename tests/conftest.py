@@ -1,5 +1,9 @@
 """Shared by all tests: seeds, float64 on demand, and the table of cases."""
 
+from contextlib import ExitStack
+
+import gpytorch
+import linear_operator
 import pytest
 import torch
 from cases import CASES
@@ -10,6 +14,17 @@ torch.set_num_threads(1)  # the networks are tiny: threads would only wait for e
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _stock_settings():
+    """Undo what importing BoTorch changes for the whole process, so that no test depends on those before it."""
+    with ExitStack() as stack:
+        stack.enter_context(linear_operator.settings.fast_computations())
+        stack.enter_context(linear_operator.settings.max_cholesky_size(800))
+        stack.enter_context(linear_operator.settings.cholesky_max_tries(3))
+        stack.enter_context(gpytorch.settings.max_eager_kernel_size(512))
+        yield
 
 
 @pytest.fixture

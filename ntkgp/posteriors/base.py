@@ -120,6 +120,8 @@ class Posterior(gpytorch.Module):
             x: N points. If ``joint``, leading dimensions (b, q, ...) give b distributions over q points each.
             joint: whether to return the N x C values jointly, as a MultitaskMultivariateNormal.
         """
+        with torch.no_grad():
+            self._prepare()  # which may learn
         with torch.set_grad_enabled(wants_grad(x)), self._constant():
             if joint:
                 return self._joint_latent(x)

@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import redirect_stderr
 from dataclasses import asdict
+from functools import partial
 from io import StringIO
 
 import numpy as np
@@ -238,8 +239,9 @@ def no_targets(folder):
 def test_ctrl_c_leaves_no_trace(here):
     before = sorted(os.listdir(here))
     words = ["fit", "cli_networks:slow", *MODEL, "-o", "new/post"]
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # shells start background jobs deaf to it
     with subprocess.Popen(
-        [sys.executable, "-m", "ntkgp", *words], cwd=here, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "ntkgp", *words], cwd=here, stderr=subprocess.PIPE, text=True, preexec_fn=heard
     ) as process:
         while not (here / "running").exists() and process.poll() is None:
             time.sleep(0.02)
