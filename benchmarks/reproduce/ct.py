@@ -3,8 +3,8 @@
     python benchmarks/reproduce/ct.py --data DIR [--angles 10,20] [--noise 0.05] [--report]
 
 Which images, seeds and settings stands in ct.json; steps of training were chosen on images 100 to 102. One JSON for an
-image is kept under ``--out``, and what is there is not run again. Test log likelihoods are per pixel, over patches, with
-a floor added to every covariance: σ² d_y / ‖A‖², white noise of the image that would look like the measurement's, or a
+image is kept under ``--out``, and what is there is not run again. Test log likelihoods are per pixel, over patches;
+every covariance has a floor added: σ² d_y / ‖A‖², white noise of the image that would look like the measurement's, or a
 multiple of it; each method is compared with the multiple that is best for it on the images "held out".
 
 The protocol has a history. One floor for all came first; that each method has its own, of three, was decided after
@@ -20,6 +20,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -195,7 +196,7 @@ def report(out: Path) -> str:
             for name in ("images", "blind", "fresh", "held out")
         }
         best = own_floors(held_out := sets.pop("held out"))
-        for name, group in {**sets, "held out": held_out, "all but held out": sum(sets.values(), [])}.items():
+        for name, group in {**sets, "held out": held_out, "all but held out": [*chain(*sets.values())]}.items():
             if group:
                 lines += [f"## {angles} angles, {len(group)} images, {TITLES[name]}", "", *_part(group, best)]
     if (file := out / "exact.json").exists():
@@ -295,11 +296,10 @@ def main() -> None:
                 path = args.out / f"kmnist-{angles}-{index}.json"
                 found = json.loads(path.read_text()) if path.exists() else {}
                 if lacking(found, args.methods):
-                    ran = {
-                        "commit": ", ".join(dict.fromkeys([*found.get("commit", "").split(", "), origin])).lstrip(", ")
-                    }
-                    found = one(args.data, index, angles, args.noise, args.methods, found) | ran
-                    path.write_text(json.dumps(found | {"machine": machine()}, indent=1) + "\n")
+                    commits = [c for c in found.get("commit", "").split(", ") if c] + [origin]
+                    found = one(args.data, index, angles, args.noise, args.methods, found)
+                    found |= {"commit": ", ".join(dict.fromkeys(commits)), "machine": machine()}
+                    path.write_text(json.dumps(found, indent=1) + "\n")
                     print(path.stem, found["psnr"], found["log likelihood"], found["seconds"], flush=True)
         if not (file := args.out / "exact.json").exists():
             found = alone(exact, args.data, args.threads) | {"commit": origin, "machine": machine()}
