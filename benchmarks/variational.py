@@ -36,8 +36,8 @@ OUT = HERE / "results" / "variational"
 M, BATCH = 100, 100  # inducing values and points in a minibatch, ours and theirs
 GRID = [100.0, 300.0, 1000.0, 3000.0, 10000.0]  # precisions, ours and theirs
 PEERS = {"VaLLA": ["valla"], "VaLLA, validated": ["valla", "grid"], "ELLA": ["ella", "grid"]}
-FIRST = 1000  # images of a first fit, which the precision is chosen with
-VALIDATED, FEW = 1000, 1000  # validation images, and test images that VaLLA is watched on
+VALIDATED, FEW = 1000, 1000  # validation images, and test images that all are watched on
+FIRST = 100, VALIDATED  # weighted images of first fits, and as many validation images to choose the precision with
 CIFAR_VALIDATED = 300  # whose features a GP can keep
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -82,11 +82,11 @@ def scored(p: Tensor, y: Tensor) -> dict:
 
 
 def ours(data: Path, cache: Path, threads: int) -> dict:
-    """Fit 1000 weighted images, choose the precision by validation, then fit all: without training, and by the ELBO."""
+    """Fit a few weighted images, choose the precision by validation, then fit all: without training, and by the ELBO."""
     torch.set_num_threads(threads)
     problem = Fashion(data, cache)
     (x, y), N = problem.train, len(problem.train[0])
-    some = torch.randperm(N, generator=torch.Generator().manual_seed(1))[:FIRST]
+    order = torch.randperm(N, generator=torch.Generator().manual_seed(1))
     clock, stages = time.perf_counter(), []
     still = 0.0
 
@@ -103,10 +103,13 @@ def ours(data: Path, cache: Path, threads: int) -> dict:
     lin = ntkgp.Linearization(problem.net, example=x[:2])
     prior = ntkgp.priors.Isotropic(lin, problem.start)
     options = {"num_inducing": M, "batch_size": BATCH, "objective": "nystrom", "progress": False}
-    weights = torch.full((FIRST,), N / FIRST)
-    post = ntkgp.fit(lin, (x[some], y[some]), "categorical", "variational", prior, weights=weights, **options)
-    post.tune(validation=problem.valid, grid=torch.tensor(GRID) / problem.start, progress=False)
-    stage(f"{FIRST} weighted images", post)
+    for n in FIRST:
+        some, weights = order[:n], torch.full((n,), N / n)
+        prior.precision = problem.start
+        post = ntkgp.fit(lin, (x[some], y[some]), "categorical", "variational", prior, weights=weights, **options)
+        validation = tuple(v[:n] for v in problem.valid)
+        post.tune(validation=validation, grid=torch.tensor(GRID) / problem.start, progress=False)
+        stage(f"{n} weighted images", post)
     post = ntkgp.fit(lin, (x, y), "categorical", "variational", prior, inducing=post.inducing, **options)
     stage("all, Nyström", post)
     post = post.twin(objective="elbo", epochs=2)
