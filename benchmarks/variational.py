@@ -82,7 +82,7 @@ def scored(p: Tensor, y: Tensor) -> dict:
 
 
 def ours(data: Path, cache: Path, threads: int) -> dict:
-    """Fit a few weighted images, choose the precision by validation, then fit all: without training, and by the ELBO."""
+    """Fit a few weighted images, choose the precision by validation, fit all: without training, and by the ELBO."""
     torch.set_num_threads(threads)
     problem = Fashion(data, cache)
     (x, y), N = problem.train, len(problem.train[0])
