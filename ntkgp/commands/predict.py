@@ -6,6 +6,7 @@ where y is known.
 """
 
 import argparse
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +70,12 @@ def run(args: argparse.Namespace) -> Answer:
 
 def arrays_of(prediction: Prediction) -> dict[str, np.ndarray]:
     """Return what a prediction tells of each point."""
-    likelihood, C, found = prediction._likelihood, prediction.mean.shape[1], {}
-    names = ("probs",) if likelihood.discrete else ("mean", "variance")
-    for name in (*names, "epistemic", "aleatoric", "standard_error", "entropy"):
-        try:
-            found[name] = getattr(prediction, name).detach().numpy()
-        except (AttributeError, NotImplementedError, ValueError):
-            continue  # links in closed form do not split the variance; some entropies are not known
+    likelihood, C = prediction._likelihood, prediction.mean.shape[1]
+    parts = ["epistemic", "aleatoric"] if prediction._epistemic is not None else []  # links in closed form: no parts
+    names = ["probs"] if likelihood.discrete else ["mean", "variance"][: 1 + bool(parts)]
+    found = {name: getattr(prediction, name).detach().numpy() for name in (*names, *parts, "standard_error")}
+    with suppress(NotImplementedError, ValueError):  # not every likelihood knows it, and samples do not tell
+        found["entropy"] = prediction.entropy.detach().numpy()
     if isinstance(likelihood, Categorical) and likelihood.site_size(C) == C:  # of points, not of pixels
         found["label"] = found["probs"].argmax(1)
     return found

@@ -8,12 +8,21 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from torch.distributions import Normal
 from torch.testing import assert_close
 
 from ntkgp.inverse import RayTransform, UNet, reconstruct
 from ntkgp.report import metrics
-from ntkgp.report.figures import calibration_figure, convergence_figure, reconstruction_figure
+from ntkgp.report.figures import (
+    calibration_figure,
+    convergence_figure,
+    error_against_std,
+    error_quantiles,
+    loss_curve,
+    pixel_image,
+    reconstruction_figure,
+)
 
 SIZE = 8
 
@@ -141,6 +150,25 @@ def test_pixels_far_outside_do_not_squeeze_the_others():
     quantiles = calibration_figure(fake, truth).axes[1]
     assert quantiles.get_ylim() == (-10, 10)
     assert [text.get_text() for text in quantiles.texts] == ["1 beyond ±10"]
+
+
+def test_panels_are_drawn_where_they_are_asked_for(rec, problem):
+    fake, truth = gaussian(10)
+    panels = {
+        "error against standard deviation": lambda ax: error_against_std(fake, truth, ax),
+        "of pixels within two std": lambda ax: error_quantiles(fake, truth, ax),
+        "deep image prior": lambda ax: loss_curve(rec.dip, ax),
+        "mine": lambda ax: pixel_image(truth, ax, "mine"),
+    }
+    for title, draw in panels.items():
+        ax = Figure().add_subplot()
+        assert draw(ax) is ax
+        assert title in ax.get_title()
+        assert draw(None).figure is not ax.figure
+    assert np.asarray(ax.images[0].get_array()) == pytest.approx(truth[0].numpy())
+    assert ax.images[0].get_clim() == (0, 1)
+    with pytest.raises(ValueError, match=r"image must be one image of shape \(8, 8\), but has \(2, 8, 8\)"):
+        pixel_image(torch.zeros(2, 8, 8))
 
 
 def test_convergence_shows_losses_and_the_log_of_tuning(rec):
