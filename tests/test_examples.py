@@ -93,6 +93,13 @@ def reconstruction(out):
     assert re.search(r"pixels within two standard deviations: \d+%", out)
 
 
+def sinogram_file(out):
+    misfit, sigma = numbers("explained to#, noise by evidence#", out)
+    assert 0 < sigma < 10 * misfit
+    median, largest = numbers("median#, largest#", out)
+    assert 0 < median < largest
+
+
 def laplacian_autoencoder(out):
     rows = re.findall(r"^(plain|Laplace, \w+(?: \w+)?) +([-\d. ]+)$", out, re.MULTILINE)
     assert [name for name, _ in rows] == ["plain", "Laplace, post hoc", "Laplace, online"]
@@ -116,6 +123,7 @@ CLAIMS = [
     overconfident,
     exact_gp_regression,
     reconstruction,
+    sinogram_file,
     laplacian_autoencoder,
 ]
 
