@@ -153,7 +153,7 @@ class LinearModel:
         """Whether features stay in memory between passes."""
         return isinstance(self.source, Data) and self.features_bytes <= self.memory_budget
 
-    @property
+    @cached_property
     def features_bytes(self) -> int:
         """What the features of all points take; data in memory only."""
         if not isinstance(self.source, Data):

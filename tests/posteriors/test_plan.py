@@ -98,7 +98,7 @@ def test_features_that_do_not_fit_are_not_counted_as_kept(float64):
 
 def test_passes_grow_with_the_data_and_algebra_does_not_in_weight_space(float64, monkeypatch):
     module = sys.modules["ntkgp.posteriors.plan"]
-    monkeypatch.setattr(module, "shortest", lambda function: 1.0)
+    monkeypatch.setattr(module, "_over_all", lambda data, work: float(len(data)))
     monkeypatch.setattr(module, "_factor_rate", lambda dtype, device: 1.0)
     few, many = (Problem("mlp", "categorical", "isotropic", n=n) for n in (40, 80))
     one, two = planned(few), planned(many)
@@ -107,6 +107,22 @@ def test_passes_grow_with_the_data_and_algebra_does_not_in_weight_space(float64,
     for method in ("full", "kron", "last_layer", "low_rank"):
         assert two[method].algebra == one[method].algebra
     assert two["function"].algebra == pytest.approx(8 * one["function"].algebra)
+
+
+@pytest.mark.parametrize(("fixed", "each"), [(0.01, 1e-2), (0.001, 1e-5), (0.0, 1e-4)])
+@pytest.mark.parametrize("n", [3, 40, 3000])
+def test_what_some_points_take_is_prolonged_by_what_a_point_more_takes(fixed, each, n, monkeypatch):
+    module = sys.modules["ntkgp.posteriors.plan"]
+    monkeypatch.setattr(module, "shortest", lambda function: function())
+    looked = []
+
+    def work(part):
+        looked.append(len(part))
+        return fixed + each * len(part)
+
+    assert module._over_all(range(n), work) == pytest.approx(fixed + each * n, rel=1e-9)
+    assert looked[0] == min(n, 4)
+    assert all(size <= 32 or fixed + each * size / 8 < 0.02 for size in looked)  # no longer than it has to
 
 
 def test_the_table_names_what_auto_takes(problem):
