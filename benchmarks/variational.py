@@ -38,7 +38,7 @@ GRID = [100.0, 300.0, 1000.0, 3000.0, 10000.0]  # precisions, ours and theirs
 PEERS = {"VaLLA": ["valla"], "VaLLA, validated": ["valla", "grid"], "ELLA": ["ella", "grid"]}
 VALIDATED, FEW = 1000, 1000  # validation images, and test images that all are watched on
 FIRST = 100, VALIDATED  # weighted images of first fits, and as many validation images to choose the precision with
-CIFAR_VALIDATED = 300  # whose features a GP can keep
+CIFAR_VALIDATED, CIFAR_GRID = 500, torch.logspace(-1, 4.5, 56)  # images whose features a GP can keep; precisions
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -267,13 +267,16 @@ def by_halves(test: tuple[Tensor, Tensor], probs_after: Callable[[tuple[Tensor, 
 
 
 def cifar(args: argparse.Namespace) -> dict:
-    """Score MAP, temperature scaling, last layer, subset GP and variational."""
+    """Score MAP, temperature scaling, last layer, subset GP and variational; what is there is not run again."""
     train, (x, y) = cifar_images(args.data, "train"), cifar_images(args.data, "test")
-    net, found = resnet20(args.data), {}
+    net, found, parts = resnet20(args.data), {}, args.cache.parent / "variational"
 
     def add(name: str, work: Callable[[], Tensor]) -> None:
-        start = time.perf_counter()
-        found[name] = scored(work(), y) | {"seconds": time.perf_counter() - start, "peak": peak_mb()}
+        def run() -> dict:
+            start = time.perf_counter()
+            return scored(work(), y) | {"seconds": time.perf_counter() - start, "peak": peak_mb()}
+
+        found[name] = kept(parts / f"cifar-{name.replace(' ', '-').lower()}.json", run)
         told = {key: round(value, 4) for key, value in found[name].items() if key != "log_prob"}
         print(name, told, flush=True)
 
@@ -295,7 +298,7 @@ def cifar(args: argparse.Namespace) -> dict:
 
             def after(valid: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
                 post.prior.precision = 1.0
-                post.tune(validation=valid, progress=False)
+                post.tune(validation=valid, grid=CIFAR_GRID, progress=False)
                 print(method, "precision", post.prior.precision.item(), flush=True)
                 return ends(post).predict(x, progress=False).probs
 
