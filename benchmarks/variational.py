@@ -277,7 +277,7 @@ def cifar(args: argparse.Namespace) -> dict:
             return scored(work(), y) | {"seconds": time.perf_counter() - start, "peak": peak_mb()}
 
         found[name] = kept(parts / f"cifar-{name.replace(' ', '-').lower()}.json", run)
-        told = {key: round(value, 4) for key, value in found[name].items() if key != "log_prob"}
+        told = {key: round(value, 4) for key, value in found[name].items() if isinstance(value, float)}
         print(name, told, flush=True)
 
     def logits(x: Tensor) -> Tensor:
