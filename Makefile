@@ -9,7 +9,7 @@ START := $(shell date +%s)
 TOOK = echo "make $(MAKECMDGOALS): $$(( ($$(date +%s) - $(START) + 30) / 60 )) minutes"
 PIP := $(BIN)/python -m pip install --quiet --retries 10 --timeout 60 --constraint constraints.txt
 
-.PHONY: help demo test lint types suite docs screenshots bench-kernel bench-posteriors bench-evidence bench-variational bench-training reproduce-uci reproduce-regression reproduce-figures reproduce-images reproduce-adapted reproduce-ct reproduce-ct-measured reproduce-training clean
+.PHONY: help demo test lint types suite docs screenshots bench-kernel bench-posteriors bench-evidence bench-variational bench-training reproduce-uci reproduce-regression reproduce-figures reproduce-images reproduce-shifts reproduce-adapted reproduce-ct reproduce-ct-measured reproduce-training clean
 .DEFAULT_GOAL := help
 
 help:  ## list every target
@@ -75,6 +75,9 @@ reproduce-figures: $(VENV)/.ready  ## the banana, and posteriors in one dimensio
 
 reproduce-images: $(VENV)/.ready  ## Table 2 of the paper, FashionMNIST and MNIST, into docs/results/images/
 	@$(BIN)/python benchmarks/reproduce/images.py --data $(NTKGP_DATA)
+
+reproduce-shifts: $(VENV)/.ready  ## rotated MNIST and corrupted CIFAR-10 into docs/results/shifts/
+	@$(BIN)/python benchmarks/reproduce/shifts.py --data $(NTKGP_DATA)
 
 reproduce-adapted: $(VENV)/.ready  ## evidence at θ* and at θ_⋆ for five kinds of network on MNIST, into docs/results/adapted/
 	@$(BIN)/python benchmarks/reproduce/adapted.py --data $(NTKGP_DATA)

@@ -129,47 +129,18 @@ def nll(p: Tensor, y: Tensor) -> float:
     return -p[torch.arange(len(y)), y].clamp(min=1e-12).log().mean().item()
 
 
-class Table2:
-    """All methods on one pair of data sets."""
+class Trained:
+    """One pair of data sets, networks trained on the first, and methods that need no posterior.
 
-    def __init__(self, args: argparse.Namespace, inside: str) -> None:
-        x, y = images(args.data, inside, "train")
+    A method returns how to predict, and what was chosen.
+    """
+
+    def __init__(self, data: Path, cache: Path, inside: str) -> None:
+        x, y = images(data, inside, "train")
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
         self.train, self.valid = ((x[i], y[i]) for i in (order[5000:], order[:5000]))
-        self.test, self.outside = images(args.data, inside, "test"), images(args.data, OTHER[inside], "test")[0]
-        self.networks = Networks(args.cache / inside, *self.train, EPOCHS[inside])
-        self.out = args.out / inside
-        self.out.mkdir(parents=True, exist_ok=True)
-        self.subsets = [int(m) for m in args.subsets.split(",") if m]
-
-    def run(self) -> None:
-        """Score what has no score yet."""
-        for name, method in self.methods():
-            path = self.out / f"{name.replace(' ', '_')}.json"
-            if path.exists():
-                continue
-            start = time.perf_counter()
-            predict, choice = method()
-            found = scores(predict(self.test[0]), self.test[1], predict(self.outside)) | choice
-            found |= {"minutes": (time.perf_counter() - start) / 60, "commit": commit(), "machine": machine()}
-            path.write_text(json.dumps(found) + "\n")
-            shown = {key: round(value, 4) for key, value in found.items() if isinstance(value, float)}
-            print(name, shown, choice, flush=True)
-
-    def methods(self) -> Iterator[tuple[str, Callable]]:
-        """Yield every method: a function that returns how to predict, and what was chosen."""
-        yield "MAP", lambda: (lambda x: probabilities(self.net, x), {"decay": self.decay})
-        yield "MAP temperature", self.temperature
-        yield "GLM", lambda: self.kron("glm")
-        yield "BNN", lambda: self.kron("bnn")
-        yield "BNN damped", lambda: self.kron("bnn", damped=True)
-        for M in self.subsets:
-            yield f"GP {M}", lambda M=M: self.gp(M)
-        if 200 in self.subsets:
-            yield "GP 200 refined", lambda: self.gp(200, refined=True)
-        yield "dropout", self.dropout
-        yield "SWAG", self.swag
-        yield "ensemble", self.ensemble
+        self.test, self.outside = images(data, inside, "test"), images(data, OTHER[inside], "test")[0]
+        self.networks = Networks(cache / inside, *self.train, EPOCHS[inside])
 
     @property
     def decay(self) -> float:
@@ -198,42 +169,6 @@ class Table2:
         grid = torch.logspace(-0.5, 0.7, 121)
         best = min(grid, key=lambda t: nn.functional.cross_entropy(f / t, y).item()).item()
         return lambda x: (probabilities(self.net, x).log() / best).softmax(-1), {"temperature": best}
-
-    def chosen(self, post: ntkgp.Posterior, grid: list[float], **how: object) -> float:
-        """Set the precision with the best validation NLL."""
-        x, y = self.valid[0][:VALIDATED], self.valid[1][:VALIDATED]
-        found = {}
-        for factor in grid:
-            post.prior.precision = self.precision * factor
-            found[factor] = nll(post.predict(x, **how).probs, y)
-        best = min(found, key=found.__getitem__)
-        post.prior.precision = self.precision * best
-        return best
-
-    def kron(self, predictive: str, damped: bool = False) -> tuple:
-        """Kronecker-factored Laplace posterior of all training images."""
-        lin = ntkgp.Linearization(self.net, example=self.test[0][:2])
-        prior = ntkgp.priors.Isotropic(lin, self.precision)
-        post = ntkgp.fit(lin, self.train, "categorical", "kron", prior, damped=damped)
-        how = {"predictive": predictive, "num_samples": SAMPLES}
-        factor = self.chosen(
-            post, [0.1, 1.0, 10.0, 100.0, 1000.0] if predictive == "bnn" else [1.0, 10.0, 100.0, 1000.0], **how
-        )
-        return lambda x: post.predict(x, **how).probs, {"precision factor": factor}
-
-    def gp(self, M: int, refined: bool = False) -> tuple:
-        """Function-space posterior of M class-balanced training images."""
-        lin = ntkgp.Linearization(self.net, example=self.test[0][:2])
-        prior = ntkgp.priors.Isotropic(lin, self.precision)
-        subset = ntkgp.posteriors.subsets.Stratified(M)
-        post = ntkgp.fit(lin, self.train, "categorical", "function", prior, subset=subset)
-        if M > TUNED:
-            factor = json.loads((self.out / f"GP_{TUNED}.json").read_text())["precision factor"]
-            post.prior.precision = self.precision * factor
-        else:
-            factor = self.chosen(post, [1.0, 3.0, 10.0, 30.0, 100.0, 300.0])
-        post = post.refine() if refined else post
-        return lambda x: post.predict(x, num_samples=SAMPLES).probs, {"precision factor": factor}
 
     def dropout(self) -> tuple:
         """Average over dropout masks."""
@@ -284,6 +219,81 @@ class Table2:
             self.networks.get(f"member-{seed}", lenet, self.decay, seed=seed) for seed in range(1, ENSEMBLE)
         ]
         return lambda x: torch.stack([probabilities(net, x) for net in nets]).mean(0), {"members": ENSEMBLE}
+
+
+class Table2(Trained):
+    """All methods on one pair of data sets."""
+
+    def __init__(self, args: argparse.Namespace, inside: str) -> None:
+        super().__init__(args.data, args.cache, inside)
+        self.out = args.out / inside
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.subsets = [int(m) for m in args.subsets.split(",") if m]
+
+    def run(self) -> None:
+        """Score what has no score yet."""
+        for name, method in self.methods():
+            path = self.out / f"{name.replace(' ', '_')}.json"
+            if path.exists():
+                continue
+            start = time.perf_counter()
+            predict, choice = method()
+            found = scores(predict(self.test[0]), self.test[1], predict(self.outside)) | choice
+            found |= {"minutes": (time.perf_counter() - start) / 60, "commit": commit(), "machine": machine()}
+            path.write_text(json.dumps(found) + "\n")
+            shown = {key: round(value, 4) for key, value in found.items() if isinstance(value, float)}
+            print(name, shown, choice, flush=True)
+
+    def methods(self) -> Iterator[tuple[str, Callable]]:
+        """Yield every method: a function that returns how to predict, and what was chosen."""
+        yield "MAP", lambda: (lambda x: probabilities(self.net, x), {"decay": self.decay})
+        yield "MAP temperature", self.temperature
+        yield "GLM", lambda: self.kron("glm")
+        yield "BNN", lambda: self.kron("bnn")
+        yield "BNN damped", lambda: self.kron("bnn", damped=True)
+        for M in self.subsets:
+            yield f"GP {M}", lambda M=M: self.gp(M)
+        if 200 in self.subsets:
+            yield "GP 200 refined", lambda: self.gp(200, refined=True)
+        yield "dropout", self.dropout
+        yield "SWAG", self.swag
+        yield "ensemble", self.ensemble
+
+    def chosen(self, post: ntkgp.Posterior, grid: list[float], **how: object) -> float:
+        """Set the precision with the best validation NLL."""
+        x, y = self.valid[0][:VALIDATED], self.valid[1][:VALIDATED]
+        found = {}
+        for factor in grid:
+            post.prior.precision = self.precision * factor
+            found[factor] = nll(post.predict(x, **how).probs, y)
+        best = min(found, key=found.__getitem__)
+        post.prior.precision = self.precision * best
+        return best
+
+    def kron(self, predictive: str, damped: bool = False) -> tuple:
+        """Kronecker-factored Laplace posterior of all training images."""
+        lin = ntkgp.Linearization(self.net, example=self.test[0][:2])
+        prior = ntkgp.priors.Isotropic(lin, self.precision)
+        post = ntkgp.fit(lin, self.train, "categorical", "kron", prior, damped=damped)
+        how = {"predictive": predictive, "num_samples": SAMPLES}
+        factor = self.chosen(
+            post, [0.1, 1.0, 10.0, 100.0, 1000.0] if predictive == "bnn" else [1.0, 10.0, 100.0, 1000.0], **how
+        )
+        return lambda x: post.predict(x, **how).probs, {"precision factor": factor}
+
+    def gp(self, M: int, refined: bool = False) -> tuple:
+        """Function-space posterior of M class-balanced training images."""
+        lin = ntkgp.Linearization(self.net, example=self.test[0][:2])
+        prior = ntkgp.priors.Isotropic(lin, self.precision)
+        subset = ntkgp.posteriors.subsets.Stratified(M)
+        post = ntkgp.fit(lin, self.train, "categorical", "function", prior, subset=subset)
+        if M > TUNED:
+            factor = json.loads((self.out / f"GP_{TUNED}.json").read_text())["precision factor"]
+            post.prior.precision = self.precision * factor
+        else:
+            factor = self.chosen(post, [1.0, 3.0, 10.0, 30.0, 100.0, 300.0])
+        post = post.refine() if refined else post
+        return lambda x: post.predict(x, num_samples=SAMPLES).probs, {"precision factor": factor}
 
     def report(self, inside: str) -> str:
         """Return the table of what has been scored, and draw the entropies."""
