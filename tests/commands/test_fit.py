@@ -153,6 +153,15 @@ def test_a_process_predicts_what_the_library_predicts(here):
     )
 
 
+def test_links_in_closed_form_tell_no_parts_of_the_variance(here):
+    main(["predict", "post", "x.npz", "-o", "out.npz", "--link", "probit"])
+    found = np.load("out.npz")
+    assert list(found) == ["probs", "standard_error", "entropy", "label", "log_prob"]
+    x = data("x.npz")[0]
+    expected = ntkgp.load("post", network("w.safetensors")).predict(x, link="probit").probs
+    assert found["probs"] == pytest.approx(expected.numpy(), abs=1e-6)
+
+
 def test_a_process_tunes_in_place(here):
     assert main([*FIT, "--no-tune", "-o", "untuned"]) == 0
     before = ntkgp.load("untuned", network("w.safetensors"))
@@ -200,7 +209,9 @@ def test_options_dtype_and_seed_reach_the_library(here, capsys):
     main(["predict", "post1", "r.npz", "-o", "out.npz"])
     found, expected = np.load("out.npz"), post.predict(X)
     assert found["mean"] == pytest.approx(expected.mean.detach().numpy(), rel=1e-6)
-    assert found["variance"] == pytest.approx(expected.variance.detach().numpy(), rel=1e-4)
+    for name in ("variance", "epistemic", "aleatoric", "entropy"):
+        assert found[name] == pytest.approx(getattr(expected, name).detach().numpy(), rel=1e-4)
+    assert list(found) == ["mean", "variance", "epistemic", "aleatoric", "standard_error", "entropy", "log_prob"]
 
 
 def test_the_plan_is_the_librarys(here, capsys):
