@@ -31,13 +31,21 @@ def report() -> str:
         if (path := OUT / f"{name}.json").exists():
             found = json.loads(path.read_text())
             rows(found, table)
-            origins.append(f"- {name}: commit {found['commit']}, {found['machine']}, {found['minutes']:.0f} minutes")
+            commits, minutes = origin_of(found)
+            origins.append(f"- {name}: commits {', '.join(commits)}, {found['machine']}, {minutes:.0f} minutes")
     text = "`make bench-variational`, float32, seed 0, section by section; ratios are theirs over ours.\n\n"
     return (
         f"# Sparse variational processes\n\n{text}"
         + "\n".join(origins)
         + f"\n\n{table}\n\n![NLL](variational/fashion.png)\n"
     )
+
+
+def origin_of(found: dict) -> tuple[list[str], float]:
+    """Return the commits that a section or its parts were run at, and how long these took."""
+    parts = [origin_of(part) for part in found.values() if isinstance(part, dict)]
+    commits = {commit for of, _ in parts for commit in of} or {found[key] for key in ("commit",) if key in found}
+    return sorted(commits), max(sum(minutes for _, minutes in parts), found.get("minutes", 0.0))
 
 
 def main() -> None:
