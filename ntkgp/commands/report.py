@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ntkgp.commands.answer import Answer, warnings_told
+from ntkgp.commands.arguments import nonnegative
 from ntkgp.commands.folder import check_file, whole_file
 from ntkgp.commands.points import read_inputs, read_points
 from ntkgp.commands.saved import read_posterior
@@ -25,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ood", type=Path, metavar="o.npz", help="X from elsewhere, which it should be uncertain about")
     add("-o", "--output", type=Path, required=True, metavar="report.html", help="where the page goes")
     add("--overwrite", action="store_true", help="replace an earlier file")
+    add("--seed", type=nonnegative(int), default=0, help="of the samples (default: 0)")
     add("--title", default="Error bars of a network", help="of the page")
 
 
@@ -36,7 +38,7 @@ def run(args: argparse.Namespace) -> Answer:
     test = read_points(args.test, saved.net, likelihood)
     ood = None if args.ood is None else read_inputs(args.ood, saved.net, likelihood)[0]
     with warnings_told(args.parser.prog) as told:
-        found = report(saved.posterior, test, ood, title=args.title, seconds=saved.seconds)
+        found = report(saved.posterior, test, ood, title=args.title, seconds=saved.seconds, seed=args.seed)
     with whole_file(args.output, args.overwrite) as file:
         found.save(file)
     return scored(found, args.output, told)

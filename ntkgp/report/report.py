@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ntkgp.linearization.inputs import Input
-from ntkgp.posteriors import Posterior
+from ntkgp.posteriors import Posterior, Prediction
 from ntkgp.report.page import page
 from ntkgp.report.scores import Comparison, Score, class_probs, compared, is_numeric
 
@@ -34,6 +35,7 @@ def report(
     *,
     title: str = "Error bars of a network",
     seconds: float | None = None,
+    seed: int = 0,
 ) -> Report:
     """Return a page on what the posterior is worth: it needs matplotlib, and no network to be read.
 
@@ -43,6 +45,7 @@ def report(
         ood: inputs from elsewhere, which it should be uncertain about.
         title: of the page.
         seconds: that fitting took, to be told.
+        seed: of the samples that predictions take.
 
     Raises:
         ImportError: if there is no matplotlib.
@@ -52,13 +55,14 @@ def report(
 
     with _default_style():
         x, y = test
-        before, after = post.predict(x, predictive="map"), post.predict(x)
+        before, after = _predicted(post, x, seed)
         scores, plates = compared(before, after, y), []
         if class_probs(after) is not None:
             plates = [sections.reliability(before, after, y)]
         elif is_numeric(after):
             plates = sections.regression(x, y, before, after)
-        uncertainty, detection = sections.uncertainty(post, before, after, ood)
+        outside = None if ood is None else _predicted(post, ood, seed)
+        uncertainty, detection = sections.uncertainty((before, after), outside)
         shown = [sections.scores(scores, len(y), plates), uncertainty, *sections.examples(x, y, after)]
         shown += making.made(post, seconds)
     C = post.lin.num_outputs
@@ -67,6 +71,12 @@ def report(
         f"weights: alone, and with the posterior over them. {len(y)} test points."
     )
     return Report(page(title, text, shown), {s.name: s for s in scores}, detection)
+
+
+def _predicted(post: Posterior, x: Input, seed: int) -> tuple[Prediction, Prediction]:
+    """Return what the network alone and what the posterior predicts."""
+    generator = torch.Generator(post.lin.device).manual_seed(seed)
+    return post.predict(x, predictive="map"), post.predict(x, generator=generator)
 
 
 def _default_style() -> Any:

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ntkgp.linearization.inputs import Input, batch_size, leaves
-from ntkgp.posteriors import Posterior, Prediction
+from ntkgp.linearization.inputs import Input, leaves
+from ntkgp.posteriors import Prediction
 from ntkgp.report import figures
 from ntkgp.report.figures import axes
 from ntkgp.report.page import Plate, Section, Table, drawn
@@ -56,13 +56,13 @@ def regression(x: Input, y: Tensor, before: Prediction, after: Prediction) -> li
 
 
 def uncertainty(
-    post: Posterior, before: Prediction, after: Prediction, ood: Input | None
+    here: tuple[Prediction, Prediction], elsewhere: tuple[Prediction, Prediction] | None
 ) -> tuple[Section, dict[str, Score]]:
-    """Compare uncertainties inside and, if there are data, outside."""
-    inside, outside = _uncertainties(before, after), None
+    """Compare uncertainties inside and, if there are data, outside: each before and after."""
+    inside, outside = _uncertainties(*here), None
     detection: dict[str, Score] = {}
-    if ood is not None:
-        outside = _uncertainties(post.predict(ood, predictive="map"), post.predict(ood))
+    if elsewhere is not None:
+        outside = _uncertainties(*elsewhere)
         detection = {name: auc(inside[name], outside[name]) for name in inside}
     plates = []
     for i, (name, values) in enumerate(inside.items()):
@@ -72,7 +72,7 @@ def uncertainty(
         ax = figures.uncertainty_histogram(values, other, name)
         plates.append(drawn(ax, f"histogram{i}", f"{name[0].upper()}{name[1:]} of each point."))
     table, text = None, "No data from elsewhere were given."
-    if outside is not None and ood is not None:
+    if outside is not None and elsewhere is not None:
         curves: Any = None
         colors = {"network's entropy": axes.BEFORE, "epistemic variance": axes.THIRD}
         for name in inside:
@@ -80,7 +80,9 @@ def uncertainty(
         caption = "The further up and left, the better other data are told from test data."
         plates.append(drawn(curves, "detection", caption))
         table = Table(list(detection.items()), ("told apart by", "AUC"))
-        text = f"{batch_size(ood)} points from elsewhere should be less certain: an AUC of 1, where 0.5 is chance."
+        text = (
+            f"{len(elsewhere[1].mean)} points from elsewhere should be less certain: an AUC of 1, where 0.5 is chance."
+        )
     return Section("Uncertainty", text, table, plates), detection
 
 

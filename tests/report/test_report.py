@@ -149,6 +149,14 @@ def test_a_page_is_the_same_again(float64):
     assert one == two
 
 
+def test_the_seed_reaches_the_samples(float64):
+    problem = Problem("mlp", "categorical", "isotropic")
+    post = problem.fit("function")
+    nll = [report(post, (problem.x, problem.y), seed=seed).scores["NLL"].after.value for seed in (0, 0, 1)]
+    assert nll[0] == nll[1] != nll[2]
+    assert nll[2] == pytest.approx(nll[0], abs=0.1)
+
+
 def test_test_data_that_do_not_fit_are_refused(float64):
     problem = Problem("mlp", "gaussian", "grouped")
     with pytest.raises(ValueError, match="y has 7 points, but 8 were predicted"):
