@@ -17,7 +17,7 @@ import ntkgp
 
 __all__ = ["cifar", "cifar_rows"]
 
-VALIDATED, GRID = 500, torch.logspace(-1, 4.5, 56)  # images whose features a GP can keep; precisions
+GRID, REMEMBERED = torch.logspace(-1, 4.4, 28), 500  # precisions; validation images whose features a GP can keep
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -40,7 +40,7 @@ def resnet20(data: Path) -> nn.Module:
 
 
 def by_halves(test: tuple[Tensor, Tensor], probs_after: Callable[[tuple[Tensor, Tensor], Tensor], Tensor]) -> Tensor:
-    """Return probabilities of all test images, each half's by what was chosen on a few images of the other.
+    """Return probabilities of all test images, each half's by what was chosen on the other.
 
     The network has seen every training image, so that none of them can tell how sure it should be.
     """
@@ -49,7 +49,7 @@ def by_halves(test: tuple[Tensor, Tensor], probs_after: Callable[[tuple[Tensor, 
     p = torch.empty(len(x), int(y.max()) + 1)
     for half in (0, 1):
         here, there = halves == half, halves != half
-        p[here] = probs_after((x[there][:VALIDATED], y[there][:VALIDATED]), x[here])
+        p[here] = probs_after((x[there], y[there]), x[here])
     return p
 
 
@@ -77,7 +77,10 @@ def cifar(args: argparse.Namespace) -> dict:
         return (logits(x) / best).softmax(-1)
 
     def posterior(
-        method: str, ends: Callable[[ntkgp.Posterior], ntkgp.Posterior] = lambda post: post, **options: object
+        method: str,
+        ends: Callable[[ntkgp.Posterior], ntkgp.Posterior] = lambda post: post,
+        validated: int | None = None,
+        **options: object,
     ) -> Callable[[], Tensor]:
         def work() -> Tensor:
             lin = ntkgp.Linearization(net, example=train[0][:2])
@@ -85,7 +88,7 @@ def cifar(args: argparse.Namespace) -> dict:
 
             def after(valid: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
                 post.prior.precision = 1.0
-                post.tune(validation=valid, grid=GRID, progress=False)
+                post.tune(validation=tuple(v[:validated] for v in valid), grid=GRID, progress=False)
                 print(method, "precision", post.prior.precision.item(), flush=True)
                 return ends(post).predict(x, progress=False).probs
 
@@ -98,7 +101,7 @@ def cifar(args: argparse.Namespace) -> dict:
     add("last layer", posterior("last_layer"))
     sparse = {"num_inducing": args.values, "objective": "nystrom", "progress": False}
     add("variational", posterior("variational", lambda post: post.twin(objective="elbo", epochs=3), **sparse))
-    add("subset GP", posterior("function", subset=args.subset))
+    add("subset GP", posterior("function", validated=REMEMBERED, subset=args.subset))
     ahead = paired(found["variational"], found["last layer"])
     for run in found.values():
         run.pop("log_prob")
