@@ -132,23 +132,22 @@ class Posterior(gpytorch.Module):
 
     def _latents(self, x: Input) -> Iterator[Latent]:
         for part in self._predicted_together(x):
-            yield self._latent(part, self.lin.features(part))
+            yield self._latent(self.lin(part), self.lin.features(part))
 
-    def _latent(self, x: Input, F: Features) -> Latent:
-        return Latent(self._mean(x, F), valid_covariance(self._blocks(F)))
+    def _latent(self, f: Tensor, F: Features) -> Latent:  # (n, C)
+        return Latent(self._mean(f, F), valid_covariance(self._blocks(F)))
 
     def _remembered(self, x: Input) -> Callable[[], Latent]:
-        """Return q(f) of a few points under the hyperparameters of the moment; the network is differentiated now."""
-        F = self.lin.features(x)
-        return lambda: self._latent(x, F)
+        """Return q(f) of a few points under the hyperparameters of the moment; the network is asked now."""
+        f, F = self.lin(x), self.lin.features(x)
+        return lambda: self._latent(f, F)
 
     @property
     def _bytes_remembered(self) -> int:
         """What a remembered point takes."""
         return self.model._bytes_each
 
-    def _mean(self, x: Input, F: Features) -> Tensor:  # (n, C)
-        f = self.lin(x)
+    def _mean(self, f: Tensor, F: Features) -> Tensor:  # (n, C)
         return f if self.shift is None else f + F.jvp(split(self.lin, self.shift.unsqueeze(0)))[0]
 
     def _joint_latent(self, x: Input) -> MultitaskMultivariateNormal:
@@ -163,7 +162,7 @@ class Posterior(gpytorch.Module):
         for start in range(0, batch_size(x), groups):
             points = _points(take(x, slice(start, start + groups)))
             F = self.lin.features(points)
-            means.append(self._mean(points, F).unflatten(0, (-1, q)))
+            means.append(self._mean(self.lin(points), F).unflatten(0, (-1, q)))
             if q == 1:
                 covariances.append(self._blocks(F))
             else:

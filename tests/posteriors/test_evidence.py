@@ -102,17 +102,18 @@ def test_a_validation_score_chooses_from_the_grid(method, options, float64):
     assert told == pytest.approx(scores)
 
 
-@pytest.mark.parametrize(("method", "options"), FITS[:2])
-def test_a_grid_differentiates_validation_points_once(method, options, float64, monkeypatch):
+@pytest.mark.parametrize("asked", ["features", "__call__"])
+@pytest.mark.parametrize(("method", "options"), [*FITS[:2], ("full", {})])
+def test_a_grid_asks_the_network_once_for_each_validation_point(method, options, asked, float64, monkeypatch):
     problem = Problem("mlp", "categorical")
-    post, seen, features = problem.fit(method, **options), [], ntkgp.Linearization.features
+    post, seen, real = problem.fit(method, **options), [], getattr(ntkgp.Linearization, asked)
     post.predict(problem.x_new)  # whatever it prepares is there then
 
-    def counted(lin, x):
+    def counted(lin, x, *more):
         seen.append(len(x))
-        return features(lin, x)
+        return real(lin, x, *more)
 
-    monkeypatch.setattr(ntkgp.Linearization, "features", counted)
+    monkeypatch.setattr(ntkgp.Linearization, asked, counted)
     post.tune(validation=(problem.x_new, torch.tensor([0, 1, 2, 0, 1])), grid=torch.tensor([0.01, 1.0, 100.0]))
     assert seen == [5]
 
