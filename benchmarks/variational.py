@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=Path("build/images"))
     parser.add_argument("--budget", type=float, default=300, help="seconds that VaLLA may train")
     parser.add_argument("--values", type=int, default=400, help="inducing values of the ResNet-20")
-    parser.add_argument("--subset", type=int, default=50, help="images of the ResNet-20's subset GP")
+    parser.add_argument("--subset", type=int, default=50, help="images of the ResNet-20's subset GP; 0 for none")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     OUT.mkdir(parents=True, exist_ok=True)
