@@ -25,8 +25,8 @@ def whole_folder(path: Path, files: Collection[str], overwrite: bool) -> Iterato
     check_folder(path, files, overwrite)
     path.parent.mkdir(parents=True, exist_ok=True)
     new, old = (path.with_name(f".{path.name}-{os.getpid()}-{age}") for age in ("new", "old"))
-    new.mkdir()
     try:
+        new.mkdir()
         yield new
         check_folder(path, files, overwrite)
         if path.exists():
