@@ -29,9 +29,9 @@ figcaption { color: var(--faint); font-size: 0.9rem; margin-top: 0.3rem; }
 .table { overflow-x: auto; } table { border-collapse: collapse; }
 th { font-weight: normal; text-align: left; color: var(--faint); }
 th, td { padding: 0.15rem 1.5rem 0.15rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
-td { overflow-wrap: anywhere; font-variant-numeric: tabular-nums; } .wide td { white-space: nowrap; }
-@media (min-width: 40rem) { th { white-space: nowrap; } }
-@media (max-width: 40rem) { th, td { padding-right: 0.9rem; font-size: 0.9rem; } }
+td { overflow-wrap: anywhere; font-variant-numeric: tabular-nums; } .wide td { overflow-wrap: normal; }
+@media (min-width: 40rem) { th, .wide td { white-space: nowrap; } }
+@media (max-width: 40rem) { th, td { padding-right: 0.7rem; font-size: 0.9rem; } }
 """
 
 
