@@ -74,8 +74,9 @@ def arrays_of(prediction: Prediction) -> dict[str, np.ndarray]:
     parts = ["epistemic", "aleatoric"] if prediction._epistemic is not None else []  # links in closed form: no parts
     names = ["probs"] if likelihood.discrete else ["mean", "variance"][: 1 + bool(parts)]
     found = {name: getattr(prediction, name).detach().numpy() for name in (*names, *parts, "standard_error")}
-    with suppress(NotImplementedError, ValueError):  # not every likelihood knows it, and samples do not tell
-        found["entropy"] = prediction.entropy.detach().numpy()
+    if likelihood.discrete or all(latent.samples is None for latent in prediction._latents):
+        with suppress(NotImplementedError):  # not every likelihood knows it
+            found["entropy"] = prediction.entropy.detach().numpy()
     if isinstance(likelihood, Categorical) and likelihood.site_size(C) == C:  # of points, not of pixels
         found["label"] = found["probs"].argmax(1)
     return found

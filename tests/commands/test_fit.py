@@ -212,6 +212,8 @@ def test_options_dtype_and_seed_reach_the_library(here, capsys):
     for name in ("variance", "epistemic", "aleatoric", "entropy"):
         assert found[name] == pytest.approx(getattr(expected, name).detach().numpy(), rel=1e-4)
     assert list(found) == ["mean", "variance", "epistemic", "aleatoric", "standard_error", "entropy", "log_prob"]
+    main(["predict", "post1", "r.npz", "-o", "drawn.npz", "--predictive", "bnn"])
+    assert list(np.load("drawn.npz")) == ["mean", "variance", "epistemic", "aleatoric", "standard_error", "log_prob"]
 
 
 def test_the_plan_is_the_librarys(here, capsys):
