@@ -137,15 +137,17 @@ class Posterior(gpytorch.Module):
     def _latent(self, f: Tensor, F: Features) -> Latent:  # (n, C)
         return Latent(self._mean(f, F), valid_covariance(self._blocks(F)))
 
+    def _memory(self, points: int) -> "Callable[[Input], Callable[[], Latent]] | None":
+        """Return what asks the network at some points, to tell q(f) there under the hyperparameters of the moment.
+
+        Args:
+            points: how many there are in all; None comes back if what would be kept of them does not fit the budget.
+        """
+        return self._remembered if points * self.model._bytes_each <= self.model.memory_budget else None
+
     def _remembered(self, x: Input) -> Callable[[], Latent]:
-        """Return q(f) of a few points under the hyperparameters of the moment; the network is asked now."""
         f, F = self.lin(x), self.lin.features(x)
         return lambda: self._latent(f, F)
-
-    @property
-    def _bytes_remembered(self) -> int:
-        """What a remembered point takes."""
-        return self.model._bytes_each
 
     def _mean(self, f: Tensor, F: Features) -> Tensor:  # (n, C)
         return f if self.shift is None else f + F.jvp(split(self.lin, self.shift.unsqueeze(0)))[0]

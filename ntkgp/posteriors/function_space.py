@@ -1,6 +1,7 @@
 """The Gaussian-process view: everything through K and B = I + Rᵀ K R, at the training points."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Self
 
 import torch
@@ -16,6 +17,7 @@ from ntkgp.posteriors.base import Posterior
 from ntkgp.posteriors.capacitance import capacitance, log_det, pairwise_gram
 from ntkgp.posteriors.data import checked, joined
 from ntkgp.posteriors.mode import Mode, function_space_mode
+from ntkgp.posteriors.prediction import Latent, valid_covariance
 from ntkgp.priors import Covariance, LinearPrior
 from ntkgp.solvers import Ranks
 
@@ -37,11 +39,31 @@ class FunctionSpacePosterior(Posterior):
         self._factor()
 
     def _blocks(self, F: Features) -> Tensor:  # (n, C, C)
-        V = self._whitened_cross(F)
-        V = V.unflatten(1, (F.num_examples, F.num_outputs)).movedim(0, -1).double()  # (n, C, N C)
-        # The difference may be small beside its terms, so it is formed in double precision.
-        difference = point_blocks(F, None, self.prior.covariances()).double() - V @ V.mT
-        return difference.to(F.like.dtype)
+        return _difference(point_blocks(F, None, self.prior.covariances()), self._whitened_cross(F))
+
+    def _memory(self, points: int) -> Callable[[Input], Callable[[], Latent]] | None:
+        prior, N, C = self.prior, len(self.model.data), self.lin.num_outputs
+        if isinstance(prior, LinearPrior):
+            budget, atom = self.model.memory_budget, C * C * self.lin.dtype.itemsize * len(prior.atoms)
+            if points * (N + 1) * atom <= budget:
+                if N * N * atom <= budget:
+                    self._keep_atoms(prior)
+                return partial(self._remembered_kernel, prior)
+        return super()._memory(points)
+
+    def _remembered_kernel(self, prior: LinearPrior, x: Input) -> Callable[[], Latent]:
+        """Keep K_j of these points, with themselves and with the training points, for other coefficients w."""
+        F, atoms = self.lin.features(x), prior.atoms
+        mean = self._mean(self.lin(x), F)
+        own = torch.stack([point_blocks(F, None, atom) for atom in atoms])
+        across = torch.stack([torch.cat([gram(chunk.F, F, atom) for chunk in self.model]) for atom in atoms])
+
+        def latent() -> Latent:
+            w, (L, R) = prior.coefficients(), self._factor()
+            V = solve_triangular(L, R.mT @ torch.tensordot(w, across, 1), upper=False)
+            return Latent(mean, valid_covariance(_difference(torch.tensordot(w, own, 1), V)))
+
+        return latent
 
     def _joint(self, F: Features) -> Tensor:  # (n C, n C)
         V = self._whitened_cross(F).double()
@@ -91,11 +113,14 @@ class FunctionSpacePosterior(Posterior):
         """Return K, differentiable in the prior; of a linear prior from K_j that are kept once gradients are asked."""
         learning = torch.is_grad_enabled() and any(p.requires_grad for p in self.prior.parameters())
         if isinstance(self.prior, LinearPrior) and (learning or self._atoms is not None):
-            if self._atoms is None:
-                with torch.no_grad():
-                    self._atoms = torch.stack([self._gram_under(atom) for atom in self.prior.atoms])
-            return torch.tensordot(self.prior.coefficients(), self._atoms, 1)
+            return torch.tensordot(self.prior.coefficients(), self._keep_atoms(self.prior), 1)
         return self._gram_under(self.prior.covariances())
+
+    def _keep_atoms(self, prior: LinearPrior) -> Tensor:  # (atoms, N C, N C)
+        if self._atoms is None:
+            with torch.no_grad():
+                self._atoms = torch.stack([self._gram_under(atom) for atom in prior.atoms])
+        return self._atoms
 
     def _gram_under(self, S: dict[str, Covariance]) -> Tensor:  # J S Jᵀ, (N C, N C)
         return pairwise_gram(lambda: (chunk.F for chunk in self.model), S, Ranks.here())
@@ -197,3 +222,9 @@ class FunctionSpacePosterior(Posterior):
             grown[len(L) :, len(L) :] = torch.linalg.cholesky(B)
             both._current("factor", lambda: (grown, SiteBlocks(torch.cat([R.values, R2.values]))))
         return both
+
+
+def _difference(own: Tensor, V: Tensor) -> Tensor:  # (n, C, C), (N C', n C) -> (n, C, C)
+    """Return k(x, x) − VᵀV of each point: it may be small beside its terms, so it is formed in double precision."""
+    V = V.unflatten(1, own.shape[:2]).movedim(0, -1).double()  # (n, C, N C')
+    return (own.double() - V @ V.mT).to(own.dtype)

@@ -204,11 +204,15 @@ class VariationalPosterior(Posterior):
         own = point_blocks(F, None, self.prior.covariances()).double()
         return (own - W @ W.mT + V @ V.mT).to(F.like.dtype)
 
-    def _remembered(self, x: Input) -> Callable[[], Latent]:
+    def _memory(self, points: int) -> Callable[[Input], Callable[[], Latent]] | None:
         _, kernel, _ = self._now()
         if not kernel.by_atom or self.learn_inducing:  # what other hyperparameters, or the next training, may change
-            return super()._remembered(x)
-        rows = kernel.rows(x)
+            return super()._memory(points)
+        fits = points * self.process.row_bytes(len(kernel.atoms)) <= self.model.memory_budget
+        return self._remembered_rows if fits else None
+
+    def _remembered_rows(self, x: Input) -> Callable[[], Latent]:
+        rows = self._now()[1].rows(x)
 
         def latent() -> Latent:
             q, _, view = self._now()
@@ -216,11 +220,6 @@ class VariationalPosterior(Posterior):
             return Latent(found.mean.to(rows.f.dtype), valid_covariance(found.blocks.to(rows.f.dtype)))
 
         return latent
-
-    @property
-    def _bytes_remembered(self) -> int:
-        _, kernel, _ = self._now()
-        return self.process.row_bytes(len(kernel.atoms)) if kernel.by_atom else super()._bytes_remembered
 
     def _joint(self, F: Features) -> Tensor:  # (n C, n C)
         W, V = self._whitened(F)

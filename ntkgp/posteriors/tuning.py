@@ -253,11 +253,12 @@ def _on_validation(posterior: "Posterior", validation: Any, grid: Tensor | None,
 
 
 def _predictions(posterior: "Posterior", x: Input) -> Callable[[], Prediction]:
-    """Return what predicts under the hyperparameters of the moment, from derivatives that are kept if these fit."""
-    if batch_size(x) * posterior._bytes_remembered > posterior.model.memory_budget:
-        return lambda: posterior.predict(x, progress=False)
+    """Return what predicts under the hyperparameters of the moment, from what is kept of the points if that fits."""
     with torch.no_grad():
-        latents = [posterior._remembered(part) for part in posterior._predicted_together(x)]
+        remembered = posterior._memory(batch_size(x))
+        if remembered is None:
+            return lambda: posterior.predict(x, progress=False)
+        latents = [remembered(part) for part in posterior._predicted_together(x)]
 
     def predict() -> Prediction:
         with torch.no_grad():

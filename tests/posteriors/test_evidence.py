@@ -1,5 +1,7 @@
 """Gradients of the evidence, tuning, and what live hyperparameters mean."""
 
+from copy import deepcopy
+
 import gpytorch
 import pytest
 import torch
@@ -116,6 +118,23 @@ def test_a_grid_asks_the_network_once_for_each_validation_point(method, options,
     monkeypatch.setattr(ntkgp.Linearization, asked, counted)
     post.tune(validation=(problem.x_new, torch.tensor([0, 1, 2, 0, 1])), grid=torch.tensor([0.01, 1.0, 100.0]))
     assert seen == [5]
+
+
+def test_a_grid_in_function_space_multiplies_features_once_for_each_group(float64, monkeypatch):
+    from ntkgp.posteriors import capacitance, function_space
+
+    post, formed = Problem("mlp", "categorical", "grouped").fit("function").refine(), []
+    validation, fresh = (Problem().x_new, torch.tensor([0, 1, 2, 0, 1])), deepcopy(post)
+    for module in (function_space, capacitance):
+        real = module.gram
+        monkeypatch.setattr(module, "gram", lambda *args, real=real: formed.append(args) or real(*args))
+    post.tune(validation=validation, grid=torch.tensor([0.01, 1.0, 100.0, 10.0]))
+    groups = len(post.prior.atoms)
+    assert groups > 1
+    assert len(formed) == 2 * groups  # among training points, and with the others
+    fresh.prior.precision = post.prior.precision.detach()
+    best = fresh.predict(validation[0]).log_prob(validation[1]).mean().item()
+    assert max(step["validation_log_prob"] for step in post.history[-4:]) == pytest.approx(best)
 
 
 def test_failed_tuning_changes_nothing(float64, monkeypatch):
