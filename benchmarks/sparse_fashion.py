@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent / "reproduce"))
 from harness import HERE, Table, alone, kept, peak_mb, run_json
 from images import DECAYS, EPOCHS, Networks, images, nll, probabilities
 from kernel import lenet
-from sparse_scores import TEMPERATURES, paired, scored
+from sparse_scores import LINKS, POINTWISE, TEMPERATURES, paired, scored
 
 __all__ = ["fashion", "fashion_rows"]
 
@@ -30,7 +30,6 @@ GRID = [100.0, 300.0, 1000.0, 3000.0, 10000.0]  # precisions, ours and theirs
 PEERS = {"VaLLA": ["valla"], "VaLLA, validated": ["valla", "grid"], "ELLA": ["ella", "grid"]}
 VALIDATED, FEW = 1000, 1000  # validation images, and test images that all are watched on
 FIRST = 100, VALIDATED  # weighted images of first fits, and as many validation images to choose the precision with
-LINKS = "mc", "probit"  # from latent moments to probabilities: ours by validation, theirs by the test images
 ENSEMBLE = 3
 
 
@@ -161,13 +160,13 @@ def fashion(args: argparse.Namespace) -> dict:
         found["others"][name]["behind"] = paired(found["ours"]["end"], found["others"][name])
     found["ours"]["behind map"] = paired(found["ours"]["end"], found["ours"]["map"])
     curves(found)
-    return without_log_probs(found)
+    return brief(found)
 
 
-def without_log_probs(found: object) -> object:
+def brief(found: object) -> object:
     if isinstance(found, dict):
-        return {name: without_log_probs(value) for name, value in found.items() if name != "log_prob"}
-    return [without_log_probs(value) for value in found] if isinstance(found, list) else found
+        return {name: brief(value) for name, value in found.items() if name not in POINTWISE}
+    return [brief(value) for value in found] if isinstance(found, list) else found
 
 
 def curves(found: dict) -> None:
