@@ -52,7 +52,7 @@ def told(model: StochasticAutoencoder) -> dict:
     """Return what was learnt of the weights' posterior."""
     if not isinstance(model, LaplacianAutoencoder):
         return {}
-    return {"prior std": model.prior_std[0].item(), "weight std": model.variances().sqrt().median().item()}
+    return {"prior std": model.prior_std.median().item(), "weight std": model.variances().sqrt().median().item()}
 
 
 def fit_of(found: object, x: Tensor) -> dict[str, float]:

@@ -112,25 +112,32 @@ class Trainer:
         """Return autoencoders from several seeds."""
         return AutoencoderEnsemble([self.plain(self.S["seed"] + i) for i in range(self.S["members"])])
 
-    def post_hoc(self, method: str) -> LaplacianAutoencoder:
+    def post_hoc(self, method: str, **memory: float | str) -> LaplacianAutoencoder:
         """Return the autoencoder with the curvature of all images, its prior tuned."""
         net = self.plain(self.S["seed"]).net
-        model = LaplacianAutoencoder(net.encoder, net.decoder, **self._diagonal(method), alpha=self.S["warm alpha"])
+        model = LaplacianAutoencoder(net.encoder, net.decoder, **self._diagonal(method), **memory)
         model.post_hoc(self.x, self.S["post hoc batch"], progress=False)
         model.tune()
         return model
 
     def online(self, method: str, scale: float | str) -> LaplacianAutoencoder:
-        """Return an autoencoder that was trained with its curvature."""
-        torch.manual_seed(self.S["seed"])
-        options = self._diagonal(method) | {"alpha": self.S["alpha"], "scale": scale, "prior_std": self.S["prior std"]}
-        return self.fit(LaplacianAutoencoder(self.encoder(), self.decoder(), **options), f"LAE-{method}-{scale}")
+        """Return an autoencoder that was trained with its curvature.
 
-    def warm(self) -> LaplacianAutoencoder:
+        Weights start with the deviations of their prior, 1 / √fan-in: with 1 codes drown in noise, so that the encoder
+        has no curvature, and the noise stays.
+        """
+        torch.manual_seed(self.S["seed"])
+        parts = {"encoder": self.encoder(), "decoder": self.decoder()}
+        named = [(name, module) for name, module in nn.ModuleDict(parts).named_modules() if hasattr(module, "weight")]
+        prior_std = {name: module.weight[0].numel() ** -0.5 for name, module in named}
+        options = self._diagonal(method) | {"alpha": self.S["alpha"], "scale": scale, "prior_std": prior_std}
+        return self.fit(LaplacianAutoencoder(**parts, **options), f"LAE-{method}-{scale}")
+
+    def warm(self, alpha: float, scale: float | str) -> LaplacianAutoencoder:
         """Return the autoencoder, trained on with its curvature from where plain training ended."""
-        model = self.post_hoc("mixed")
+        model = self.post_hoc("mixed", alpha=alpha, scale=scale)
         options = {"batch_size": self.S["batch"], "lr": self.S["warm lr"], "progress": False}
-        model.fit(self.x, self.E["warm epochs"], checkpoint=self.cache / "LAE-warm", **options)
+        model.fit(self.x, self.E["warm epochs"], checkpoint=self.cache / f"LAE-warm-{scale}", **options)
         return model
 
     def _diagonal(self, method: str) -> dict:
@@ -144,9 +151,7 @@ MODELS: dict[str, Callable[[Trainer], StochasticAutoencoder]] = {
     "MC-AE": Trainer.dropout,
     "AE ensemble": Trainer.ensemble,
     "LAE post hoc": lambda t: t.post_hoc("mixed"),
-    "LAE online": lambda t: t.online("mixed", 1.0),
-    "LAE online, calibrated": lambda t: t.online("mixed", "calibrated"),
-    "LAE online, warm": Trainer.warm,
-    "LAE post hoc, approximate": lambda t: t.post_hoc("approximate"),
-    "LAE online, approximate": lambda t: t.online("approximate", 1.0),
+    "LAE online": lambda t: t.warm(t.S["alpha"], 1.0),
+    "LAE online, calibrated": lambda t: t.warm(t.S["calibrated alpha"], "calibrated"),
+    "LAE online, from scratch": lambda t: t.online("mixed", 1.0),
 }
