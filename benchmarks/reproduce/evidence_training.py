@@ -23,7 +23,6 @@ from ntkgp.training import EvidenceTraining, MaximumAPosteriori
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from harness import kept
 from images import images
-from kernel import lenet
 from modes import mlp
 from settings import command_line, mean_and_error
 from variational_laplace import scored
@@ -31,25 +30,37 @@ from variational_laplace import scored
 mpl.use("Agg")
 SMALL = {
     "data": ["mnist"], "train": 300, "validation": 100, "test": 200, "seeds": [0, 1], "decays": [1e-4, 1e-3],
-    "epochs": 4, "milestones": [3], "burn in": 2, "every": 1, "subset": 50,
+    "epochs": {"mlp": 4, "cnn": 4}, "burn in": 2, "every": 1, "subset": 50,
 }  # fmt: skip
-NETWORKS: dict[str, Callable[[], nn.Module]] = {
-    "mlp": lambda: nn.Sequential(nn.Flatten(), *mlp(784, 10, 100, 2, nn.ReLU)),
-    "cnn": lenet,
-}
+FALLS = 0.7, 0.9  # of all epochs, where learning rates fall
 Pair = tuple[Tensor, Tensor]
 
 
-def fit(S: dict, objective: MaximumAPosteriori, data: Pair, checkpoint: Path) -> object:
-    options = {"batch_size": S["batch"], "lr": S["lr"], "milestones": S["milestones"], "progress": False}
-    return objective.fit(data, S["epochs"], checkpoint=checkpoint, **options)
+def cnn() -> nn.Module:
+    """Two convolutions with strides and two linear layers, 106,122 parameters."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 16, 5, stride=2, padding=2), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.ReLU()),
+        *(nn.Flatten(), nn.Linear(1568, 64), nn.ReLU(), nn.Linear(64, 10)),
+    )
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": lambda: nn.Sequential(nn.Flatten(), *mlp(784, 10, 100, 2, nn.ReLU)),
+    "cnn": cnn,
+}
+
+
+def fit(S: dict, network: str, objective: MaximumAPosteriori, data: Pair, checkpoint: Path) -> object:
+    epochs = S["epochs"][network]
+    options = {"batch_size": S["batch"], "lr": S["lr"], "milestones": [int(part * epochs) for part in FALLS]}
+    return objective.fit(data, epochs, checkpoint=checkpoint, progress=False, **options)
 
 
 def decayed(S: dict, network: str, seed: int, decay: float, train: Pair, judged: dict[str, Pair], cache: Path) -> dict:
     """Train with one weight decay λ, precision λ N for all weights."""
     torch.manual_seed(seed)
     objective = MaximumAPosteriori(NETWORKS[network](), prior_std=(decay * len(train[0])) ** -0.5, seed=seed)
-    post = fit(S, objective, train, cache)
+    post = fit(S, network, objective, train, cache)
     scores = {which: scored(post.predict(x, predictive="map").probs, y) for which, (x, y) in judged.items()}
     return {"decay": decay, "points": len(train[0])} | scores
 
@@ -59,7 +70,7 @@ def evidence(S: dict, network: str, seed: int, train: Pair, test: Pair, cache: P
     torch.manual_seed(seed)
     options = {"burn_in": S["burn in"], "every": S["every"], "subset": S["subset"], "structure": S["structure"]}
     objective = EvidenceTraining(NETWORKS[network](), seed=seed, **options)
-    post = fit(S, objective, train, cache)
+    post = fit(S, network, objective, train, cache)
     x, y = test
     updates = [
         {key: entry[key] for key in ("epoch", "log_evidence", "effective_parameters", "parameters", "precision")}
@@ -105,7 +116,8 @@ def report(out: Path, S: dict) -> str:
     commits = ", ".join(sorted({run["commit"] for run in found}))
     lines = ["# Training that sets its own weight decay", ""]
     lines += [
-        f"`make reproduce-training`: {S['train']} training images, {S['epochs']} epochs, {len(S['decays'])} decays, "
+        f"`make reproduce-training`: {S['train']} training images, {S['epochs']['mlp']} epochs (mlp) and {S['epochs']['cnn']} "
+        f"(cnn), {len(S['decays'])} decays, "
         f"seeds {S['seeds']}; {found[0]['machine']}, commits {commits}. Means ± standard errors over seeds; minutes "
         "are of all runs that the row needs.",
         "",
