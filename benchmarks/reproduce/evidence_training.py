@@ -32,6 +32,7 @@ SMALL = {
     "data": ["mnist"], "train": 300, "validation": 100, "test": 200, "seeds": [0, 1], "decays": [1e-4, 1e-3],
     "epochs": {"mlp": 4, "cnn": 4}, "burn in": 2, "every": 1, "subset": 50,
 }  # fmt: skip
+SCORES = "nll", "accuracy", "ece"
 FALLS = 0.7, 0.9  # of all epochs, where learning rates fall
 Pair = tuple[Tensor, Tensor]
 
@@ -115,11 +116,11 @@ def report(out: Path, S: dict) -> str:
         return "nothing has run yet"
     commits = ", ".join(sorted({run["commit"] for run in found}))
     lines = ["# Training that sets its own weight decay", ""]
+    epochs = " and ".join(f"{S['epochs'][network]} ({network})" for network in S["networks"])
     lines += [
-        f"`make reproduce-training`: {S['train']} training images, {S['epochs']['mlp']} epochs (mlp) and {S['epochs']['cnn']} "
-        f"(cnn), {len(S['decays'])} decays, "
-        f"seeds {S['seeds']}; {found[0]['machine']}, commits {commits}. Means ± standard errors over seeds; minutes "
-        "are of all runs that the row needs.",
+        f"`make reproduce-training`: {S['train']} training images, {epochs} epochs, {len(S['decays'])} decays, seeds "
+        f"{S['seeds']}; {found[0]['machine']}, commits {commits}. Means ± standard errors over seeds; minutes are of all "
+        "runs that the row needs. The last row is the first's lead over the decay by validation, seed by seed.",
         "",
         "| data | network | | test NLL | accuracy | ECE | γ of parameters | minutes |",
         "|---|---|---|---|---|---|---|---|",
@@ -151,15 +152,19 @@ def _rows(some: list[dict], S: dict) -> list[str]:
         ("decay by validation", chosen, "test", "", minutes["grid"]),
         ("the same, trained again on all", again, "test", "", minutes["again"]),
     )
-    return [
+    table = [
         f"{name} | "
-        + " | ".join(
-            mean_and_error([r[which][key] for r in of], d) for key, d in (("nll", 4), ("accuracy", 4), ("ece", 4))
-        )
+        + " | ".join(mean_and_error([r[which][key] for r in of], 4) for key in SCORES)
         + f" | {told} | {spent:.0f}"
         for name, of, which, told, spent in rows
         if of
     ]
+    mine = {r["seed"]: r["test"] for r in own}
+    pairs = [(mine[r["seed"]], r["test"]) for r in chosen]
+    leads = [
+        mean_and_error([(b[key] - a[key]) * (-1 if key == "accuracy" else 1) for a, b in pairs], 4) for key in SCORES
+    ]
+    return table + ([f"lead | {' | '.join(leads)} | |"] if pairs else [])
 
 
 def draw(path: Path, found: list[dict], S: dict) -> None:
