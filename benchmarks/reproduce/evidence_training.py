@@ -119,8 +119,8 @@ def report(out: Path, S: dict) -> str:
     epochs = " and ".join(f"{S['epochs'][network]} ({network})" for network in S["networks"])
     lines += [
         f"`make reproduce-training`: {S['train']} training images, {epochs} epochs, {len(S['decays'])} decays, seeds "
-        f"{S['seeds']}; {found[0]['machine']}, commits {commits}. Means ± standard errors over seeds; minutes are of all "
-        "runs that the row needs. The last row is the first's lead over the decay by validation, seed by seed.",
+        f"{S['seeds']}; {found[0]['machine']}, commits {commits}. Means ± standard errors over seeds; minutes are of "
+        "all runs that the row needs. The last row is the first's lead over the decay by validation, seed by seed.",
         "",
         "| data | network | | test NLL | accuracy | ECE | γ of parameters | minutes |",
         "|---|---|---|---|---|---|---|---|",

@@ -38,12 +38,15 @@ class LaplacianAutoencoder(AutoencoderObjective):
     often these are counted. The second counts them once: a_t = α / (1 − (1 − α)^t) makes h a mean over all steps t, the
     latest with most weight. In the paper the prior is forgotten with the rest of H; here 1/s² stays.
 
-    Post hoc: train by any means, then :meth:`post_hoc`, one pass for h, exactly that of all data. Online training may
-    go on from there, which spares it the noise of an unknown h at the start. In a loop of one's own:
+    Post hoc: train by any means, then :meth:`post_hoc`, one pass for h, exactly that of all data. Online training goes
+    on best from there. From scratch h is unknown, and a prior that is wide beside 1 / √fan-in drowns codes in noise:
+    then the encoder has no curvature, and the noise stays. In a loop of one's own:
 
     .. code-block:: python
 
-        lae = ntkgp.training.LaplacianAutoencoder(encoder, decoder, num_data=60_000)
+        lae = ntkgp.training.LaplacianAutoencoder(encoder, decoder, num_data=60_000)  # both trained
+        lae.post_hoc(loader)
+        lae.tune()
         optimizer = torch.optim.Adam(lae.parameter_groups(lr=1e-3))
         for x, _ in loader:
             optimizer.zero_grad()
