@@ -22,7 +22,6 @@ import ntkgp
 __all__ = ["cifar", "cifar_rows"]
 
 GRID = torch.logspace(-1, 4.4, 28)  # precisions
-SEEN = 50_000  # images that the network was trained on: each of those at hand stands for some of them
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -105,12 +104,11 @@ def cifar(args: argparse.Namespace) -> dict:
 
     add("MAP", lambda: logits(x).softmax(-1))
     add("temperature", lambda: by_halves((x, y), temperature))
-    weights = torch.full((len(train[0]),), SEEN / len(train[0]))
-    add("last layer", posterior("last_layer", weights=weights))
-    sparse = {"num_inducing": args.values, "objective": "nystrom", "weights": weights}
+    add("last layer", posterior("last_layer"))
+    sparse = {"num_inducing": args.values, "objective": "nystrom"}
     add("variational", posterior("variational", lambda post: post.twin(objective="elbo", epochs=3), **sparse))
     if args.subset:
-        add("subset GP", posterior("function", subset=args.subset, weights=weights))
+        add("subset GP", posterior("function", subset=args.subset))
     pair = found["variational"], found["last layer"]
     told = {"ahead": paired(*pair), "calibrated": calibration_gap(*pair), "values": args.values, "subset": args.subset}
     brief = {name: {key: run[key] for key in run if key not in POINTWISE} for name, run in found.items()}
