@@ -1,6 +1,7 @@
 """Operations that are quick to differentiate twice, where torch's own second derivatives take detours.
 
-That of a convolution goes through huge kernels, that of softplus through a dozen passes over memory.
+That of a convolution goes through huge kernels, those of softplus and batch normalisation through dozens of passes over
+memory.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -11,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
+
+from ntkgp.training.batch_norm import batch_norm
 
 __all__ = ["QuickSecondDerivatives"]
 
@@ -27,18 +30,22 @@ class Shape(NamedTuple):
 
 
 class QuickSecondDerivatives(TorchFunctionMode):
-    """Within this context convolutions and softplus are differentiable twice, quickly, and not more often."""
+    """Within this context some operations are differentiable twice, quickly, and not more often."""
 
     def __torch_function__(
         self, func: Callable, types: Iterable[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Take over convolutions with padding in numbers, and softplus."""
+        """Take over convolutions with padding in numbers, softplus, and weighted batch normalisation in training."""
         if func in _ORDERS:
             told = dict(zip(_ORDERS[func], args, strict=False)) | dict(kwargs or {})
             if not isinstance(told.get("padding", 0), str):
                 return _convolve(func in _TRANSPOSED, **told)
         if func is F.softplus:
             return _softplus(*args, **(kwargs or {}))
+        if func is F.batch_norm:
+            told = dict(zip(_BATCH_NORM, args, strict=False)) | dict(kwargs or {})
+            if told.pop("training", False) and told.get("weight") is not None:
+                return batch_norm(told.pop("input"), **told)
         return func(*args, **(kwargs or {}))
 
 
@@ -51,6 +58,7 @@ _ORDERS: dict[Callable, tuple[str, ...]] = {
         _TRANSPOSED, ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
     ),
 }
+_BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 
 
 def _convolve(

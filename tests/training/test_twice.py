@@ -23,6 +23,10 @@ OPERATIONS = {
         (2,),
     ),
     "without bias": (lambda x, w: F.conv2d(x, w), (2, 2, 3, 3), (2, 2, 2, 2)),
+    "batch norm": (lambda x, w, b: F.batch_norm(x, None, None, w, b, True), (4, 2, 3), (2,), (2,)),
+    "batch norm of vectors": (lambda x, w, b: F.batch_norm(x, None, None, w, b, True, eps=0.3), (5, 2), (2,), (2,)),
+    "batch norm without bias": (lambda x, w: F.batch_norm(x, None, None, w, training=True), (3, 2, 2, 2), (2,)),
+    "batch norm without weights": (lambda x: F.batch_norm(x, None, None, training=True), (4, 2, 2)),
     "softplus": (lambda x: F.softplus(x), (3, 4)),
     "steep softplus": (lambda x: nn.Softplus(2.5)(x), (3, 4)),
 }
@@ -52,6 +56,7 @@ def test_the_loss_of_a_convolutional_network_has_the_gradients_that_torch_gives_
         torch.manual_seed(0)
         net = nn.Sequential(
             *(nn.Conv2d(1, 3, 3, padding=1), nn.Softplus(), nn.Conv2d(3, 2, 2, bias=False), nn.Softplus(3.0)),
+            nn.BatchNorm2d(2),
             *(nn.AvgPool2d(2), nn.ConvTranspose2d(2, 2, 2, stride=2), nn.Flatten(), nn.Linear(8, 3)),
         )
         if frozen is not None:
@@ -62,3 +67,16 @@ def test_the_loss_of_a_convolutional_network_has_the_gradients_that_torch_gives_
         found[name] = [p.grad for p in vl.parameters() if p.requires_grad]
     for ours, torchs in zip(found["ours"], found["torch's"], strict=True):
         assert_close(ours, torchs, rtol=1e-9, atol=1e-12)
+
+
+def test_batch_norm_moves_its_running_statistics_once():
+    found = {}
+    for name, context in (("ours", QuickSecondDerivatives), ("torch's", torch.enable_grad)):
+        torch.manual_seed(0)
+        norm, x = nn.BatchNorm2d(3, momentum=0.3), torch.randn(4, 3, 2, 2)
+        with context():
+            norm(x)
+        found[name] = norm.state_dict()
+    assert not torch.equal(found["ours"]["running_mean"], torch.zeros(3))
+    for key, value in found["torch's"].items():
+        assert_close(found["ours"][key], value)
