@@ -56,7 +56,8 @@ class FunctionSpacePosterior(Posterior):
         F, atoms = self.lin.features(x), prior.atoms
         mean = self._mean(self.lin(x), F)
         own = torch.stack([point_blocks(F, None, atom) for atom in atoms])
-        across = torch.stack([torch.cat([gram(chunk.F, F, atom) for chunk in self.model]) for atom in atoms])
+        parts = [torch.stack([gram(chunk.F, F, atom) for atom in atoms]) for chunk in self.model]
+        across = torch.cat(parts, dim=1)  # (atoms, N C, n C)
 
         def latent() -> Latent:
             w, (L, R) = prior.coefficients(), self._factor()
