@@ -29,7 +29,7 @@ BATCH, LIMIT = 4, 8192  # images; MB
 BOUND = 256  # of the mixed diagonal: images of at most so many numbers, 8² x 3, are exact
 METHODS = {"approximate": None, "mixed": BOUND, "exact": None}
 PEERS = ("diagonal", "kfac", "kfac sampled")
-STEPS, STEP_BATCH = 12, 128
+STEPS, STEP_BATCH = 60, 128
 
 
 def network() -> nn.Sequential:

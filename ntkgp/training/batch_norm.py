@@ -13,7 +13,8 @@ cotangents u, p, q of the three gradients, :math:`s = u^\top \nabla_x + p \nabla
    \frac{ds}{dx} = r P h - \tfrac{\gamma r^2 A}{M} \hat x, \qquad A = u^\top P g, \quad
    h = (p - \gamma r \, \overline{u \hat x}) \, g - \gamma r \, \overline{g \hat x} \, u
 
-so that two of torch's own backward passes and three sums serve where its second derivative takes forty passes.
+so that ds/dx is g, u, :math:`\hat x` and 1, each times a number a channel. One of torch's own backward passes, one sum
+and six passes in place serve where its second derivative takes forty passes, each with memory of its own.
 """
 
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 __all__ = ["batch_norm"]
 
@@ -74,17 +76,21 @@ class _Gradient(Function):
         return in_x, in_weight, in_bias
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, u: Tensor, p: Tensor, q: Tensor) -> tuple:
         g, x, weight, mean, r, sum_gx, sum_g = ctx.saved_tensors
         M, gain = x.numel() // len(mean), weight * r
         by_g, sum_ux, sum_u = _backward(u, x, weight, mean, r, ctx.eps)  # γ r P u, Σ u x̂, Σ u
-        sum_ug = (u * g).transpose(0, 1).flatten(1).sum(1)
-        A = sum_ug - (sum_u * sum_g + sum_ux * sum_gx) / M
-        normal = (x - _channels(mean, x)).mul_(_channels(r, x))
-        by_g = by_g.addcmul_(normal, _channels(p, x)).add_(_channels(q, x))
-        h = (g * _channels(p - gain * sum_ux / M, x)).addcmul_(u, _channels(gain * sum_gx / M, x), value=-1)
-        by_x = _backward(h, x, torch.ones_like(weight), mean, r, ctx.eps)[0]
-        by_x = by_x.addcmul_(normal, _channels(gain * r * A / M, x), value=-1)
+        mean_g, mean_gx, mean_u, mean_ux = sum_g / M, sum_gx / M, sum_u / M, sum_ux / M
+        room = u * g
+        A = room.sum([0, *range(2, x.ndim)]) - M * (mean_u * mean_g + mean_ux * mean_gx)
+        centred = torch.sub(x, _channels(mean, x), out=room)  # x̂ / r
+        by_g.addcmul_(centred, _channels(p * r, x)).add_(_channels(q, x))
+        a, b = p - gain * mean_ux, -gain * mean_gx  # h = a g + b u
+        along = a * mean_gx + b * mean_ux + gain * A / M
+        by_x = centred.mul_(_channels(-along * r.square(), x))
+        by_x.addcmul_(g, _channels(r * a, x)).addcmul_(u, _channels(r * b, x))
+        by_x.sub_(_channels(r * (a * mean_g + b * mean_u), x))
         return by_g, by_x, r * A, None, None, None
 
 

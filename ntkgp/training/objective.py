@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from ntkgp.likelihoods import Likelihood
 from ntkgp.linearization import Linearization
@@ -29,6 +31,7 @@ from ntkgp.posteriors.fit import as_likelihood
 from ntkgp.posteriors.model import LinearModel
 from ntkgp.priors import Diagonal, Isotropic, Prior
 from ntkgp.priors.base import positive
+from ntkgp.training.memory import keep_freed_memory
 
 __all__ = ["GaussianWeights", "Terms", "WeightObjective"]
 
@@ -95,6 +98,7 @@ class WeightObjective(nn.Module):
         self._isotropic = not isinstance(prior_std, Mapping)
         self._told = {"prior_std": str(prior_std), "beta": str(self.beta)}  # what tells this objective from others
         self._unpack = CallConvention.of(net)
+        keep_freed_memory()
 
     # What an objective defines
 
@@ -248,12 +252,28 @@ class GaussianWeights(WeightObjective):
 
     def divergence(self) -> Tensor:  # ()
         """Return KL(q ‖ p)."""
-        log_ratio = 2 * (self.log_sigma - self.prior_std.log())
-        return (log_ratio.exp() + (self.mean() / self.prior_std).square() - 1 - log_ratio).sum() / 2
+        return _Divergence.apply(self.mean(), self.log_sigma, self.prior_std)
 
     def posterior_of(self, model: LinearModel, prior: Prior) -> Posterior:
         """Return N(μ, diag(σ²))."""
         return GivenDiagonalPosterior.of(model, prior, model.likelihood, self.variances().detach())
+
+
+class _Divergence(Function):
+    """KL(q ‖ p), with its gradients μ/s² and σ²/s² − 1 in μ and log σ."""
+
+    @staticmethod
+    def forward(ctx: Any, mu: Tensor, log_sigma: Tensor, s: Tensor) -> Tensor:  # (P,), (P,), (P,) -> ()
+        z, log_ratio = mu / s, 2 * (log_sigma - s.log())
+        surplus = log_ratio.expm1()
+        ctx.save_for_backward(z, surplus, s)
+        return torch.addcmul(surplus - log_ratio, z, z).sum() / 2
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, c: Tensor) -> tuple[Tensor, Tensor, None]:
+        z, surplus, s = ctx.saved_tensors
+        return c * z / s, c * surplus, None
 
 
 def _scales(prior_std: float | Mapping[str, float], layout: ParameterLayout) -> Tensor:  # (P,)

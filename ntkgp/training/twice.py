@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from ntkgp.training.batch_norm import batch_norm
@@ -114,6 +115,7 @@ class _Gradient(Function):
         return tuple(_backward(g, x, w, shape, wanted))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, in_x: Tensor | None, in_w: Tensor | None, in_b: Tensor | None) -> tuple:
         (g, x, w), shape = ctx.saved_tensors, ctx.shape
         by_g = by_x = by_w = None
@@ -123,12 +125,12 @@ class _Gradient(Function):
                 by_w = _backward(g, in_x, w, shape, [False, True, False])[1]
         if in_w is not None:
             part = _forward(x, in_w, None, shape)
-            by_g = part if by_g is None else by_g + part
+            by_g = part if by_g is None else by_g.add_(part)
             if ctx.needs_input_grad[1]:
                 by_x = _backward(g, x, in_w, shape, [True, False, False])[0]
         if in_b is not None:
             part = in_b.view(1, -1, *[1] * (g.ndim - 2))
-            by_g = part.expand_as(g) if by_g is None else by_g + part
+            by_g = part.expand_as(g) if by_g is None else by_g.add_(part)
         return by_g, by_x, by_w, None, None
 
 
@@ -141,7 +143,7 @@ class _Softplus(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, beta: float, threshold: float) -> Tensor:
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x, torch.sigmoid(x if beta == 1 else beta * x))
         ctx.beta = beta
         return F.softplus(x, beta, threshold)
 
@@ -151,18 +153,18 @@ class _Softplus(Function):
 
 
 class _Slope(Function):
-    """g σ(β x)."""
+    """g s; s is that of x, whose derivative counts it."""
 
     @staticmethod
-    def forward(ctx: Any, g: Tensor, x: Tensor, beta: float) -> Tensor:
-        s = torch.sigmoid(x if beta == 1 else beta * x)
+    def forward(ctx: Any, g: Tensor, x: Tensor, s: Tensor, beta: float) -> Tensor:
         ctx.save_for_backward(g, s)
         ctx.beta = beta
         return g * s
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, in_g: Tensor) -> tuple:
         g, s = ctx.saved_tensors
         by_g = in_g * s
         by_x = torch.addcmul(by_g, by_g, s, value=-1).mul_(g)  # in_g s (1 − s) g
-        return by_g, by_x if ctx.beta == 1 else ctx.beta * by_x, None
+        return by_g, by_x if ctx.beta == 1 else ctx.beta * by_x, None, None

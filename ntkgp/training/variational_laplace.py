@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from ntkgp.linearization.inputs import Input, take
 from ntkgp.training.objective import GaussianWeights, Terms
@@ -74,8 +76,8 @@ class VariationalLaplace(GaussianWeights):
         y, S = self._targets(y, f), len(f)
         log_prob = self.likelihood.log_prob(y, f).mean()
         if self.curvature == "fisher":
-            g = self._label_gradient(f, generator or self.generator) / S
-            penalty = S * (self.variances() * g.square()).sum() / 2
+            g = self._label_gradient(f, generator or self.generator)
+            penalty = _Penalty.apply(self.log_sigma, g) / S
         else:
             penalty = -(self.variances() * self._hessian_diagonal(log_prob)).sum() / 2
         return Terms(log_prob, penalty, self.divergence() / self._size(), self.beta)
@@ -103,3 +105,20 @@ class VariationalLaplace(GaussianWeights):
             self._gradient(entry)[i] if entry.requires_grad else torch.zeros_like(entry) for i, entry in enumerate(g)
         ]
         return torch.stack(rows)
+
+
+class _Penalty(Function):
+    """½ Σ σ² g², with its gradients σ² g² in log σ and σ² g in g: a third of the passes over weights of autograd's."""
+
+    @staticmethod
+    def forward(ctx: Any, log_sigma: Tensor, g: Tensor) -> Tensor:  # (P,), (P,) -> ()
+        in_g = (2 * log_sigma).exp_().mul_(g)
+        in_log_sigma = in_g * g
+        ctx.save_for_backward(in_log_sigma, in_g)
+        return in_log_sigma.sum() / 2
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, c: Tensor) -> tuple[Tensor, Tensor]:
+        in_log_sigma, in_g = ctx.saved_tensors
+        return c * in_log_sigma, c * in_g

@@ -80,3 +80,15 @@ def test_batch_norm_moves_its_running_statistics_once():
     assert not torch.equal(found["ours"]["running_mean"], torch.zeros(3))
     for key, value in found["torch's"].items():
         assert_close(found["ours"][key], value)
+
+
+@pytest.mark.parametrize("name", ["conv2d", "batch norm", "softplus"])
+def test_a_third_derivative_is_refused(name, float64):
+    function, *shapes = OPERATIONS[name]
+    tensors = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    with QuickSecondDerivatives():
+        value = function(*tensors).square().sum()
+    first = torch.autograd.grad(value, tensors, create_graph=True)
+    second = torch.autograd.grad(sum(g.square().sum() for g in first), tensors, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        second[0].sum().backward()
