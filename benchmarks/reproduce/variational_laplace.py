@@ -4,8 +4,9 @@
 
 One softplus CNN with batch normalisation, as the paper's network has it, trained on the same images by each objective,
 with the weights' prior N(0, 2/fan-in) tempered by β; β is chosen by the NLL on validation images that were not trained
-on. Settings stand in training.json. One JSON a run is kept under ``--out``, and what is there is not run again; runs
-that are stopped go on from ``--cache``.
+on. As MAP overfits where others do not, it is also trained for fewer epochs, and these are chosen likewise. Settings
+stand in training.json. One JSON a run is kept under ``--out``, and what is there is not run again; runs that are
+stopped go on from ``--cache``.
 """
 
 import json
@@ -29,13 +30,16 @@ from settings import command_line, mean_and_error
 
 mpl.use("Agg")
 SMALL = {  # seconds, to see that all runs
-    "train": 300, "validation": 100, "test": 200, "seeds": [0, 1], "betas": [1.0, 0.1], "epochs": 2, "milestones": [1],
-    "other rates": [3.0],
+    "train": 300, "validation": 100, "test": 200, "seeds": [0, 1], "betas": [1.0, 0.1], "epochs": 2,
+    "fewer epochs": [1], "other rates": [3.0],
 }  # fmt: skip
 OBJECTIVES: dict[str, Callable] = {"MAP": MaximumAPosteriori, "VI": MeanFieldVI, "VL": VariationalLaplace}
 PAPER = {"VL": (0.16, 0.946, 0.010), "VI (mean)": (0.23, 0.940, 0.034), "VI (10 samples)": (0.29, 0.936, 0.016)}
 PAPER |= {"MAP": (0.29, 0.936, 0.096)}  # a PreactResNet-18 on all 60,000 images
 ROWS = {"VL": "VL", "VI (mean)": "VI", "VI (10 samples)": "VI", "MAP": "MAP"}  # row -> whose runs
+SCORES = {"nll": 3, "accuracy": 4, "ece": 4}  # and their digits
+STOPPED = "MAP, epochs by validation"
+FALLS = 0.7, 0.9  # of all epochs, where learning rates fall
 
 
 def cnn() -> nn.Module:
@@ -72,39 +76,44 @@ def scored(probs: Tensor, y: Tensor) -> dict[str, float]:
     return {"nll": nll, "accuracy": metrics.accuracy(probs, y), "ece": metrics.expected_calibration_error(probs, y)}
 
 
-def one(split: Split, S: dict, cache: Path, method: str, beta: float, rate: float, seed: int) -> dict:
+def one(split: Split, S: dict, cache: Path, method: str, beta: float, rate: float, seed: int, epochs: int) -> dict:
     """Train once, and score on validation and test images."""
     torch.manual_seed(seed)
     net = cnn()
     options = {} if method == "MAP" else {"log_sigma_rate": rate}
     objective = OBJECTIVES[method](net, "categorical", prior_std=scales(net), beta=beta, seed=seed, **options)
-    training = {"batch_size": S["batch"], "lr": S["lr"], "milestones": S["milestones"], "progress": False}
-    post = objective.fit(split.train, S["epochs"], checkpoint=cache / name(method, beta, rate, seed), **training)
+    falls = [int(part * epochs) for part in FALLS]
+    training = {"batch_size": S["batch"], "lr": S["lr"], "milestones": falls, "progress": False}
+    checkpoint = cache / name(S, method, beta, rate, seed, epochs)
+    post = objective.fit(split.train, epochs, checkpoint=checkpoint, **training)
     ways = {"map": {"predictive": "map"}}
     if method == "VI":
         ways["samples"] = {"predictive": "bnn", "num_samples": S["samples"]}
     found: dict = {"method": method, "beta": beta, "rate": rate, "elbo": [-e["loss"] for e in objective.history]}
-    found["parameters"] = sum(p.numel() for p in net.parameters())
+    found["epochs"], found["parameters"] = epochs, sum(p.numel() for p in net.parameters())
     for which in ("validation", "test"):
         x, y = getattr(split, which)
         found[which] = {way: scored(post.predict(x, progress=False, **how).probs, y) for way, how in ways.items()}
     return found
 
 
-def name(method: str, beta: float, rate: float, seed: int) -> str:
-    return f"{method}-beta{beta:g}-rate{rate:g}-{seed}"
+def name(S: dict, method: str, beta: float, rate: float, seed: int, epochs: int) -> str:
+    fewer = "" if epochs == S["epochs"] else f"-epochs{epochs}"
+    return f"{method}-beta{beta:g}-rate{rate:g}{fewer}-{seed}"
 
 
-def runs(S: dict) -> Iterator[tuple[str, float, float, int]]:
-    """Yield method, β, multiplier of log σ's rate, and seed."""
+def runs(S: dict) -> Iterator[tuple[str, float, float, int, int]]:
+    """Yield method, β, multiplier of log σ's rate, seed, and epochs."""
     for seed in S["seeds"]:
         for beta in S["betas"]:
             for method in OBJECTIVES:
-                yield method, beta, S["rate"], seed
+                yield method, beta, S["rate"], seed, S["epochs"]
+            for epochs in S["fewer epochs"]:
+                yield "MAP", beta, S["rate"], seed, epochs
     for seed in S["rates at"]["seeds"]:
         for beta in S["rates at"]["betas"]:
             for rate in S["other rates"]:
-                yield from ((method, beta, rate, seed) for method in ("VI", "VL"))
+                yield from ((method, beta, rate, seed, S["epochs"]) for method in ("VI", "VL"))
 
 
 # The report
@@ -114,23 +123,39 @@ def report(out: Path, S: dict) -> str:
     found = [json.loads(path.read_text()) for path in sorted(out.glob("*-beta*.json"))]
     if not found:
         return "nothing has run yet"
-    main = [run for run in found if run["rate"] == S["rate"]]
+    whole = [run for run in found if run.get("epochs", S["epochs"]) == S["epochs"]]
+    main = [run for run in whole if run["rate"] == S["rate"]]
     lines = ["# Variational Laplace on FashionMNIST", "", _origin(found, S), ""]
     lines += ["| | β, by validation NLL | test NLL | accuracy | ECE |", "|---|---|---|---|---|"]
     for row, method in ROWS.items():
         way, beta = "samples" if "samples" in row else "map", best(main, row, S)
         cells = []
-        for i, (key, digits) in enumerate((("nll", 3), ("accuracy", 4), ("ece", 4))):
+        for i, (key, digits) in enumerate(SCORES.items()):
             values = [run["test"][way][key] for run in main if run["method"] == method and run["beta"] == beta]
             cells.append(f"{mean_and_error(values, digits)} ({PAPER[row][i]:g})")
         lines.append(f"| {row} | {beta:g} | " + " | ".join(cells) + " |")
+    lines += stopped_row([run for run in found if run["method"] == "MAP"], S)
     lines += ["", "In brackets: the paper's, a PreactResNet-18 on all training images.", ""]
     lines += ["![by β](variational_laplace.png)", "", "![by rate](variational_laplace_rates.png)", ""]
     draw_betas(out / "variational_laplace.png", main, S)
-    draw_rates(out / "variational_laplace_rates.png", found, S)
+    draw_rates(out / "variational_laplace_rates.png", whole, S)
     text = "\n".join(lines)
     (out / "variational_laplace.md").write_text(text)
     return text
+
+
+def stopped_row(found: list[dict], S: dict) -> list[str]:
+    """Return the row of MAP with β and epochs by validation."""
+    settings: dict[tuple[float, int], list[dict]] = {}
+    for run in found:
+        settings.setdefault((run["beta"], run.get("epochs", S["epochs"])), []).append(run)
+    (beta, epochs), chosen = min(settings.items(), key=lambda item: _mean(item[1], "validation", "nll"))
+    cells = [mean_and_error([run["test"]["map"][key] for run in chosen], d) for key, d in SCORES.items()]
+    return [f"| {STOPPED} ({epochs}) | {beta:g} | " + " | ".join(cells) + " |"]
+
+
+def _mean(some: list[dict], which: str, key: str, way: str = "map") -> float:
+    return sum(run[which][way][key] for run in some) / len(some) if some else math.inf
 
 
 def _origin(found: list[dict], S: dict) -> str:
@@ -148,8 +173,7 @@ def best(main: list[dict], row: str, S: dict) -> float:
     way = "samples" if "samples" in row else "map"
 
     def nll(beta: float) -> float:
-        some = [r["validation"][way]["nll"] for r in main if r["method"] == ROWS[row] and r["beta"] == beta]
-        return sum(some) / len(some) if some else math.inf
+        return _mean([r for r in main if r["method"] == ROWS[row] and r["beta"] == beta], "validation", "nll", way)
 
     return min(S["betas"], key=nll)
 
@@ -197,7 +221,7 @@ def main() -> None:
     if not args.report:
         split = Split(args.data, S["data"], S)
         for run in runs(S):
-            path = args.out / f"{name(*run)}.json"
+            path = args.out / f"{name(S, *run)}.json"
             found = kept(path, lambda run=run: one(split, S, args.cache, *run), command=args.command, seed=run[3])
             print(path.stem, found["test"], f"{found['minutes']:.1f} minutes", flush=True)
     print(report(args.out, S))
