@@ -28,7 +28,7 @@ METHODS = ("approximate", "mixed", "exact")
 
 
 def size_limit(method: str, bound: float | None) -> float:
-    """Return up to which size of a tensor M is kept whole.
+    """Return up to how many columns M is kept whole.
 
     Raises:
         ValueError: if the method is not known, or has a bound that it does not take.
@@ -89,7 +89,8 @@ class LayerwiseCurvature:
             x: a batch of examples.
             root: what turns outputs f, (N, C), into R with R Rᵀ = Λ, as ``lambda f: likelihood.expand(y, f).R``.
             method: "approximate" keeps diag(M) alone, in memory linear in the size of every layer; "exact" all of M;
-                "mixed" all of M where a layer has at most ``bound`` numbers an example, diag(M) elsewhere.
+                "mixed" all of M where it has at most ``bound`` columns, diag(M) elsewhere: exact at layers of at most
+                ``bound`` numbers an example, and from a bottleneck on back to the input.
             bound: for "mixed" only.
 
         Raises:
@@ -154,8 +155,7 @@ def _at_output(record: Recording, root: Callable[[Tensor], OutputRoot], W: Tenso
     if f.shape[1] > limit and W is None:
         return _Matrix(R.values.square().sum(-1).mT.reshape(record.f.shape))
     V = R.dense() if W is None else W.mT @ R.dense()  # (N, C, C')
-    M = _Matrix(None, {-1: V.movedim(-1, 0).reshape(-1, *record.f.shape)})
-    return M if f.shape[1] <= limit else M.collapsed()
+    return _Matrix(None, {-1: V.movedim(-1, 0).reshape(-1, *record.f.shape)})
 
 
 class _Pullback:
@@ -201,12 +201,11 @@ class _Pullback:
         self.pending.setdefault(node, _Matrix()).add(M)
 
     def _switched(self, M: _Matrix) -> _Matrix:
-        """Return M as its size asks for: as its diagonal, or as few columns as there can be."""
+        """Return M as as few columns as there can be, or as its diagonal if these are too many."""
         like = next(iter(M.roots.values()))[0] if M.diagonal is None else M.diagonal
-        size = like[0].numel()
-        if size > self.limit:
+        size, columns = like[0].numel(), sum(len(V) for V in M.roots.values())
+        if (size if M.diagonal is not None else min(columns, size)) > self.limit:
             return M.collapsed()
-        columns = sum(len(V) for V in M.roots.values())
         elsewhere = any(M.roots.keys() & other.roots.keys() for other in self.pending.values())
         if M.diagonal is not None:
             M = _Matrix(None, M.roots | {next(self.origins): _columns(M.diagonal)})

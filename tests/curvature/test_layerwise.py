@@ -305,6 +305,16 @@ def test_a_bottleneck_has_no_more_columns_than_numbers(float64):
     assert widths == [25, 25, 2, 2, 2]  # nothing is pulled back to the input
 
 
+def test_the_mixture_keeps_the_few_columns_of_a_bottleneck_through_wide_layers(float64):
+    net = nn.Sequential(nn.Conv2d(1, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(27, 2), nn.Tanh(), nn.Linear(2, 9))
+    net, x = _ready(net, torch.randn(3, 1, 5, 5))
+    lin, root, H = observed(net, x, "gaussian")
+    truth = by_name(lin, H.diagonal())
+    agree(LayerwiseCurvature(lin).diagonal(x, root, "mixed", bound=9), truth)
+    found = LayerwiseCurvature(lin).diagonal(x, root, "mixed", bound=1)  # codes have two columns
+    assert (found["0.weight"] - truth["0.weight"]).abs().max() > 1e-2 * truth["0.weight"].max()
+
+
 def test_selected_outputs_and_some_of_the_parameters(float64):
     net, x = network("mlp")
     lin = ntkgp.Linearization(net, ["0", "4.bias"], example=x).select(torch.randn(2, 3))

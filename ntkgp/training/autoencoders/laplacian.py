@@ -58,7 +58,7 @@ class LaplacianAutoencoder(AutoencoderObjective):
     Args:
         args: encoder, decoder, likelihood ... as :class:`AutoencoderObjective` takes them.
         method: of the diagonal: "approximate", "mixed" or "exact", see :meth:`LayerwiseCurvature.diagonal`.
-        bound: for "mixed", up to how many numbers an example a layer is exact.
+        bound: for "mixed", up to how many columns M is whole: with more than the codes have, encoders are exact.
         alpha: α, how fast curvature is forgotten.
         scale: "calibrated", or c.
         num_samples: networks drawn at each step.
