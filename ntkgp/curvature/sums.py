@@ -1,13 +1,14 @@
 """What columns of M give to parameters: squares, or products, of their gradients, example by example."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import conv1d, conv2d, conv3d, linear
 
 from ntkgp.curvature.squares import RULES
-from ntkgp.curvature.tape import Call
+from ntkgp.curvature.tape import Call, Key
+from ntkgp.linearization.rules import windows
 
 __all__ = ["ParameterSums"]
 
@@ -70,6 +71,36 @@ def _by_example(call: Call, V: Tensor) -> Iterator[dict[str, Tensor]]:  # {name:
     """Yield Jᵀ V for a few examples at a time."""
     keys = list(call.parameters)
     each = V.element_size() * len(V) * sum(call.given[key].numel() for key in keys)
+    pull = _convolution if _plain_convolution(call) else _one_by_one
     for some in torch.arange(V.shape[1]).split(max(1, _BYTES // max(1, each))):
-        found = [call.pull(V[:, n : n + 1], keys, call.of_example(n), columns=True) for n in some.tolist()]
-        yield {call.parameters[key]: torch.stack([g[key].reshape(len(V), -1) for g in found]) for key in keys}
+        here = slice(int(some[0]), int(some[-1]) + 1)
+        yield {call.parameters[key]: g for key, g in pull(call, V[:, here], here, keys).items()}
+
+
+def _one_by_one(call: Call, V: Tensor, here: slice, keys: list[Key]) -> dict[Key, Tensor]:
+    each = range(here.start, here.stop)
+    found = [call.pull(V[:, i : i + 1], keys, call.of_example(n), columns=True) for i, n in enumerate(each)]
+    return {key: torch.stack([g[key].reshape(len(V), -1) for g in found]) for key in keys}
+
+
+def _plain_convolution(call: Call) -> bool:
+    padded, groups = call.value(4, "padding", 0), call.value(6, "groups", 1)
+    return call.kind in (conv1d, conv2d, conv3d) and not isinstance(padded, str) and groups == 1
+
+
+def _convolution(call: Call, V: Tensor, here: slice, keys: list[Key]) -> dict[Key, Tensor]:  # (k, n, out, *spatial)
+    """Gradients of a kernel: columns at each position times what the kernel sees there, one product an example."""
+    x, weight = call.key(0, "input"), call.key(1, "weight")
+    assert x is not None
+    assert weight is not None
+    kernel = call.given[weight].shape[2:]
+    options = ((3, "stride", 1), (4, "padding", 0), (5, "dilation", 1))
+    stride, padding, dilation = (_each(call.value(*option), len(kernel)) for option in options)
+    A = windows(call.given[x][here].unsqueeze(1), 1, kernel, stride, padding, dilation, V.shape[3:])  # (n, T, in)
+    G = V.transpose(0, 1).flatten(3)  # (n, k, out, T)
+    found = {weight: G.flatten(1, 2) @ A, call.key(2, "bias"): G.sum(-1)}
+    return {key: found[key].reshape(len(G), len(V), -1) for key in keys}
+
+
+def _each(value: int | Sequence[int], dims: int) -> Sequence[int]:
+    return (value,) * dims if isinstance(value, int) else tuple(value) * (dims // len(value))

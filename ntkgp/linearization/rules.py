@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from ntkgp.linearization.factors import Dense, Factor, Outer
 from ntkgp.linearization.graph import Node, Use
 
-__all__ = ["CONVOLUTION", "RULES", "NoRule", "Rule", "RuleFailed", "apply_rule"]
+__all__ = ["CONVOLUTION", "RULES", "NoRule", "Rule", "RuleFailed", "apply_rule", "windows"]
 
 CONVOLUTION = "ConvolutionBackward0"
 Rule = Callable[[Node, Use, Tensor], Factor]  # G: (N, C, T, *rest), rest the output's shape without its batch axis
@@ -96,11 +96,11 @@ def _convolution(node: Node, use: Use, G: Tensor) -> Factor:  # G: (N, C, T, out
     window = (node._saved_weight.shape[2:], node._saved_stride, node._saved_padding, node._saved_dilation)
     groups = node._saved_groups
     if node._saved_transposed:  # the other way round: each input position meets a window of the output
-        A, g = _positions(x, lead=1), _windows(G, 2, *window, x.shape[3:])
+        A, g = _positions(x, lead=1), windows(G, 2, *window, x.shape[3:])
         if groups == 1:
             return Outer(g, A, A.shape[-1], transposed=True)
         return Dense(_by_group("ntgi,nctgo->ncgio", A, g, groups))
-    A, g = _windows(x, 1, *window, G.shape[4:]), _positions(G, lead=2)
+    A, g = windows(x, 1, *window, G.shape[4:]), _positions(G, lead=2)
     if groups == 1:
         return Outer(g, A, A.shape[-1])
     return Dense(_by_group("ntgi,nctgo->ncgoi", A, g, groups))
@@ -110,7 +110,7 @@ def _positions(x: Tensor, lead: int) -> Tensor:  # (*lead, T, channels, *spatial
     return x.flatten(lead + 2).mT.flatten(lead, lead + 1)
 
 
-def _windows(
+def windows(
     x: Tensor,
     lead: int,
     kernel: Sequence[int],
