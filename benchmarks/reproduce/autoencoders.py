@@ -38,7 +38,10 @@ from variational_laplace import scored
 
 SMALL = {
     "samples": 5, "members": 2,
-    "ood": {"train": 256, "validation": 50, "test": 60, "epochs": 1, "milestones": [], "warm epochs": 1, "bins": 10},
+    "ood": {
+        "train": 256, "validation": 50, "test": 60, "epochs": 1, "milestones": [], "warm epochs": 1, "bins": 10,
+        "seeds": [0, 1],
+    },
     "digits": {
         "train": 256, "validation": 150, "test": 60, "epochs": 1, "milestones": [], "warm epochs": 1, "map": 5,
         "imputed": 40, "classifier epochs": 1, "labels": [1, 3], "repetitions": 2, "neighbours tested": 50,
@@ -163,9 +166,10 @@ def run_ood(args: argparse.Namespace, S: dict) -> None:
     train, validation = x[order[: E["train"]]], x[order[E["train"] : E["train"] + E["validation"]]]
     inside, outside = (images(args.data, E[which], "test")[0][: E["test"]] for which in ("data", "outside"))
     sets = {"validation": validation, "inside": inside, "outside": outside}
-    trainer = Trainer(train, S, E, args.cache / "ood")
-    for name, make in MODELS.items():
-        keep(args, S, "ood", name, lambda make=make: ood(make(trainer), S, E, sets))
+    for seed in E["seeds"]:
+        trainer = Trainer(train, S, E, seed, args.cache / "ood")
+        for name, make in MODELS.items():
+            keep(args, "ood", name, seed, lambda make=make, trainer=trainer: ood(make(trainer), S, E, sets))
 
 
 def run_digits(args: argparse.Namespace, S: dict) -> None:
@@ -175,27 +179,28 @@ def run_digits(args: argparse.Namespace, S: dict) -> None:
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     own, other = order[: E["train"]], order[E["train"] : E["train"] + E["validation"]]
     judge = classifier(x[own], y[own], E["classifier epochs"])
-    trainer, n = Trainer(x[own], S, E, args.cache / "digits"), E["imputed"]
+    n = E["imputed"]
 
-    def answers(make: Callable) -> dict:
-        model = make(trainer)
+    def answers(make: Callable, seed: int) -> dict:
+        model = make(Trainer(x[own], S, E, seed, args.cache / "digits"))
         return fit_of(reconstructed(model, x_test, S["samples"]), x_test) | told(model) | {
             "imputation": imputation(model, E, x_test[:n], y_test[:n], judge),
             "neighbours": neighbours(model, E, x[other], y[other]),
             "map": latent_map(model, S, E, x_test[:500], y_test[:500]),
         }  # fmt: skip
 
-    for name, make in MODELS.items():
-        keep(args, S, "digits", name, lambda make=make: answers(make))
+    for seed in E["seeds"]:
+        for name, make in MODELS.items():
+            keep(args, "digits", name, seed, lambda make=make, seed=seed: answers(make, seed))
     with torch.no_grad():
         seen = judge(torch.where(lower_half(), x_test[:n], torch.zeros(()))).softmax(-1)
-    keep(args, S, "digits", "classifier", lambda: {"classified": calibration(seen, y_test[:n])})
+    keep(args, "digits", "classifier", 0, lambda: {"classified": calibration(seen, y_test[:n])})
 
 
-def keep(args: argparse.Namespace, S: dict, experiment: str, name: str, work: Callable[[], dict]) -> None:
+def keep(args: argparse.Namespace, experiment: str, name: str, seed: int, work: Callable[[], dict]) -> None:
     slug = name.lower().replace(",", "").replace(" ", "-")
-    path = args.out / f"autoencoders-{experiment}-{slug}.json"
-    found = kept(path, work, experiment=experiment, model=name, seed=S["seed"], command=args.command)
+    path = args.out / f"autoencoders-{experiment}-{slug}-{seed}.json"
+    found = kept(path, work, experiment=experiment, model=name, seed=seed, command=args.command)
     print(path.stem, {k: round(v, 3) for k, v in found.items() if isinstance(v, float)}, flush=True)
 
 

@@ -71,10 +71,10 @@ PAIRS = {"conv": (conv_encoder, conv_decoder), "linear": (linear_encoder, linear
 
 
 class Trainer:
-    """Trains models on the images of one experiment."""
+    """Trains models on the images of one experiment, from one seed."""
 
-    def __init__(self, x: Tensor, S: dict, E: dict, cache: Path) -> None:
-        self.x, self.S, self.E, self.cache = x, S, E, cache
+    def __init__(self, x: Tensor, S: dict, E: dict, seed: int, cache: Path) -> None:
+        self.x, self.S, self.E, self.seed, self.cache = x, S, E, seed, cache
         self.encoder, self.decoder = PAIRS[E["network"]]
 
     def fit(self, model: object, file: str) -> object:
@@ -91,30 +91,35 @@ class Trainer:
 
     def learned_variance(self) -> PlainAutoencoder:
         """Return an autoencoder that predicts its noise."""
-        torch.manual_seed(self.S["seed"])
+        torch.manual_seed(self.seed)
         decoder = Heads(self.decoder(), self.decoder())
-        return self.fit(PlainAutoencoder(self.encoder(), decoder, "heteroscedastic"), "AE-variance")
+        return self.fit(
+            PlainAutoencoder(self.encoder(), decoder, "heteroscedastic", seed=self.seed), f"AE-variance-{self.seed}"
+        )
 
     def variational(self) -> VariationalAutoencoder:
         """Return a variational autoencoder with two encoders and two decoders."""
-        torch.manual_seed(self.S["seed"])
+        torch.manual_seed(self.seed)
         parts = Heads(self.encoder(), self.encoder()), Heads(self.decoder(), self.decoder())
-        model = VariationalAutoencoder(*parts, "heteroscedastic", kl_weight=self.S["kl weight"])
-        return self.fit(model, "VAE")
+        options = {"kl_weight": self.S["kl weight"], "seed": self.seed}
+        model = VariationalAutoencoder(*parts, "heteroscedastic", **options)
+        return self.fit(model, f"VAE-{self.seed}")
 
     def dropout(self) -> DropoutAutoencoder:
         """Return an autoencoder with dropout."""
-        torch.manual_seed(self.S["seed"])
+        torch.manual_seed(self.seed)
         rate = self.S["dropout"]
-        return self.fit(DropoutAutoencoder(self.encoder(rate), self.decoder(rate)), "MC-AE")
+        return self.fit(
+            DropoutAutoencoder(self.encoder(rate), self.decoder(rate), seed=self.seed), f"MC-AE-{self.seed}"
+        )
 
     def ensemble(self) -> AutoencoderEnsemble:
         """Return autoencoders from several seeds."""
-        return AutoencoderEnsemble([self.plain(self.S["seed"] + i) for i in range(self.S["members"])])
+        return AutoencoderEnsemble([self.plain(self.seed + i) for i in range(self.S["members"])])
 
     def post_hoc(self, method: str, **memory: float | str) -> LaplacianAutoencoder:
         """Return the autoencoder with the curvature of all images, its prior tuned."""
-        net = self.plain(self.S["seed"]).net
+        net = self.plain(self.seed).net
         model = LaplacianAutoencoder(net.encoder, net.decoder, **self._diagonal(method), **memory)
         model.post_hoc(self.x, self.S["post hoc batch"], progress=False)
         model.tune()
@@ -126,26 +131,26 @@ class Trainer:
         Weights start with the deviations of their prior, 1 / √fan-in: with 1 codes drown in noise, so that the encoder
         has no curvature, and the noise stays.
         """
-        torch.manual_seed(self.S["seed"])
+        torch.manual_seed(self.seed)
         parts = {"encoder": self.encoder(), "decoder": self.decoder()}
         named = [(name, module) for name, module in nn.ModuleDict(parts).named_modules() if hasattr(module, "weight")]
         prior_std = {name: module.weight[0].numel() ** -0.5 for name, module in named}
         options = self._diagonal(method) | {"alpha": self.S["alpha"], "scale": scale, "prior_std": prior_std}
-        return self.fit(LaplacianAutoencoder(**parts, **options), f"LAE-{method}-{scale}")
+        return self.fit(LaplacianAutoencoder(**parts, **options), f"LAE-{method}-{scale}-{self.seed}")
 
     def warm(self, alpha: float, scale: float | str) -> LaplacianAutoencoder:
         """Return the autoencoder, trained on with its curvature from where plain training ended."""
         model = self.post_hoc("mixed", alpha=alpha, scale=scale)
         options = {"batch_size": self.S["batch"], "lr": self.S["warm lr"], "progress": False}
-        model.fit(self.x, self.E["warm epochs"], checkpoint=self.cache / f"LAE-warm-{scale}", **options)
+        model.fit(self.x, self.E["warm epochs"], checkpoint=self.cache / f"LAE-warm-{scale}-{self.seed}", **options)
         return model
 
     def _diagonal(self, method: str) -> dict:
-        return {"method": method, "bound": self.E["bound"] if method == "mixed" else None, "seed": self.S["seed"]}
+        return {"method": method, "bound": self.E["bound"] if method == "mixed" else None, "seed": self.seed}
 
 
 MODELS: dict[str, Callable[[Trainer], StochasticAutoencoder]] = {
-    "AE": lambda t: t.plain(t.S["seed"]),
+    "AE": lambda t: t.plain(t.seed),
     "AE, learned variance": Trainer.learned_variance,
     "VAE": Trainer.variational,
     "MC-AE": Trainer.dropout,

@@ -7,10 +7,12 @@ from pathlib import Path
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
+from settings import mean_and_error
 from torch import Tensor
 
 mpl.use("Agg")
 SCORES = ("likelihood", "typicality", "latent variance", "output variance")
+FIT = ("mse", "log p", "expected log p")
 PAPER = {  # Table 3: MSE, log p, accuracy, ECE, MCE, RMSCE
     "classifier": (None, None, 0.53, 0.16, 0.25, 0.18),
     "VAE": (104.73, -104.75, 0.22, 0.18, 0.34, 0.19),
@@ -26,16 +28,20 @@ CODED = ("AE", "VAE", "MC-AE", "AE ensemble", "LAE post hoc", "LAE online")
 def report(out: Path, S: dict, order: list[str]) -> str:
     """Write autoencoders.md and its figures, of what is there, models in this order."""
     found = [json.loads(path.read_text()) for path in out.glob("autoencoders-*.json")]
-    found.sort(key=lambda run: order.index(run["model"]))
+    found.sort(key=lambda run: (order.index(run["model"]), run["seed"]))
     if not found:
         return "nothing has run yet"
-    ood, digits = ({r["model"]: r for r in found if r["experiment"] == name} for name in ("ood", "digits"))
+    ood: dict[str, list[dict]] = {}
+    for run in found:
+        if run["experiment"] == "ood":
+            ood.setdefault(run["model"], []).append(run)
+    digits = {run["model"]: run for run in found if run["experiment"] == "digits"}
     commits, minutes = ", ".join(sorted({r["commit"] for r in found})), sum(r["minutes"] for r in found)
     lines = ["# Autoencoders", ""]
     lines += [
-        f"`make reproduce-training`, seed {S['seed']}, settings in training.json; {minutes:.0f} minutes; "
-        f"{found[0]['machine']}, commits {commits}. Log densities are in nats an image, squared errors are sums over "
-        "pixels.",
+        f"`make reproduce-training`, seeds {S['ood']['seeds']} and {S['digits']['seeds']}, settings in training.json; "
+        f"{minutes:.0f} minutes; {found[0]['machine']}, commits {commits}. Log densities are in nats an image, squared "
+        "errors are sums over pixels.",
         "",
     ]
     lines += _ood(out, ood, S) if ood else []
@@ -45,13 +51,15 @@ def report(out: Path, S: dict, order: list[str]) -> str:
     return text
 
 
-def _ood(out: Path, runs: dict[str, dict], S: dict) -> list[str]:
+def _ood(out: Path, found: dict[str, list[dict]], S: dict) -> list[str]:
     E = S["ood"]
-    lines = [f"## {E['data']} against {E['outside']}: AUROC by score", ""]
+    lines = [f"## {E['data']} against {E['outside']}: AUROC by score", "", "Means ± standard errors over seeds.", ""]
     lines += ["| | " + " | ".join(SCORES) + " | squared error | log p(x) | mean of log p |", "|---" * 8 + "|"]
-    for name, run in runs.items():
-        cells = [f"{run['auroc'][score]:.3f}" for score in SCORES]
-        lines.append(f"| {name} | " + " | ".join([*cells, *_fit(run)]) + " |")
+    for name, seeds in found.items():
+        cells = [mean_and_error([run["auroc"][score] for run in seeds], 3) for score in SCORES]
+        cells += [mean_and_error([run[key] for run in seeds], 2) for key in FIT]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    runs = {name: seeds[0] for name, seeds in found.items()}
     shown = [name for name in SHOWN if name in runs]
     if shown:
         figure, axes = plt.subplots(2, len(shown), figsize=(2.2 * len(shown), 3.6), layout="constrained", squeeze=False)
@@ -72,7 +80,7 @@ def _ood(out: Path, runs: dict[str, dict], S: dict) -> list[str]:
 
 
 def _fit(run: dict) -> list[str]:
-    return [f"{run['mse']:.2f}", f"{run['log p']:.2f}", f"{run['expected log p']:.2f}"]
+    return [f"{run[key]:.2f}" for key in FIT]
 
 
 def _digits(out: Path, runs: dict[str, dict]) -> list[str]:
