@@ -16,7 +16,7 @@ from ntkgp.training.autoencoders import (
     VariationalAutoencoder,
 )
 
-LATENT = 2
+LATENT, FLOOR = 2, 0.01  # numbers in a code; the least variance of a pixel that is predicted
 
 
 # Networks
@@ -64,6 +64,14 @@ def linear_decoder(dropout: float = 0.0) -> nn.Module:
     return layers([*hidden, [nn.Linear(256, 784)]], dropout)
 
 
+class Floor(nn.Module):
+    """log(e^s + c): without a floor, pixels that are always black draw their variance to 0, and training diverges."""
+
+    def forward(self, s: Tensor) -> Tensor:
+        """Return logarithms of variances."""
+        return torch.logaddexp(s, s.new_tensor(FLOOR).log())
+
+
 PAIRS = {"conv": (conv_encoder, conv_decoder), "linear": (linear_encoder, linear_decoder)}
 
 
@@ -92,15 +100,17 @@ class Trainer:
     def learned_variance(self) -> PlainAutoencoder:
         """Return an autoencoder that predicts its noise."""
         torch.manual_seed(self.seed)
-        decoder = Heads(self.decoder(), self.decoder())
-        return self.fit(
-            PlainAutoencoder(self.encoder(), decoder, "heteroscedastic", seed=self.seed), f"AE-variance-{self.seed}"
-        )
+        model = PlainAutoencoder(self.encoder(), self.heads(), "heteroscedastic", seed=self.seed)
+        return self.fit(model, f"AE-variance-{self.seed}")
+
+    def heads(self) -> Heads:
+        """Return decoders of means and of logarithms of variances."""
+        return Heads(self.decoder(), nn.Sequential(self.decoder(), Floor()))
 
     def variational(self) -> VariationalAutoencoder:
         """Return a variational autoencoder with two encoders and two decoders."""
         torch.manual_seed(self.seed)
-        parts = Heads(self.encoder(), self.encoder()), Heads(self.decoder(), self.decoder())
+        parts = Heads(self.encoder(), self.encoder()), self.heads()
         options = {"kl_weight": self.S["kl weight"], "seed": self.seed}
         model = VariationalAutoencoder(*parts, "heteroscedastic", **options)
         return self.fit(model, f"VAE-{self.seed}")
@@ -109,9 +119,8 @@ class Trainer:
         """Return an autoencoder with dropout."""
         torch.manual_seed(self.seed)
         rate = self.S["dropout"]
-        return self.fit(
-            DropoutAutoencoder(self.encoder(rate), self.decoder(rate), seed=self.seed), f"MC-AE-{self.seed}"
-        )
+        model = DropoutAutoencoder(self.encoder(rate), self.decoder(rate), seed=self.seed)
+        return self.fit(model, f"MC-AE-{self.seed}")
 
     def ensemble(self) -> AutoencoderEnsemble:
         """Return autoencoders from several seeds."""
