@@ -166,9 +166,9 @@ def run_ood(args: argparse.Namespace, S: dict) -> None:
     train, validation = x[order[: E["train"]]], x[order[E["train"] : E["train"] + E["validation"]]]
     inside, outside = (images(args.data, E[which], "test")[0][: E["test"]] for which in ("data", "outside"))
     sets = {"validation": validation, "inside": inside, "outside": outside}
-    for seed in E["seeds"]:
-        trainer = Trainer(train, S, E, seed, args.cache / "ood")
-        for name, make in MODELS.items():
+    trainers = {seed: Trainer(train, S, E, seed, args.cache / "ood") for seed in E["seeds"]}
+    for name, make in MODELS.items():
+        for seed, trainer in trainers.items():
             keep(args, "ood", name, seed, lambda make=make, trainer=trainer: ood(make(trainer), S, E, sets))
 
 

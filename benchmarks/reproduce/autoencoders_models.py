@@ -160,12 +160,12 @@ class Trainer:
 
 MODELS: dict[str, Callable[[Trainer], StochasticAutoencoder]] = {
     "AE": lambda t: t.plain(t.seed),
-    "AE, learned variance": Trainer.learned_variance,
-    "VAE": Trainer.variational,
-    "MC-AE": Trainer.dropout,
     "AE ensemble": Trainer.ensemble,
     "LAE post hoc": lambda t: t.post_hoc("mixed"),
     "LAE online": lambda t: t.warm(t.S["alpha"], 1.0),
+    "MC-AE": Trainer.dropout,
+    "AE, learned variance": Trainer.learned_variance,
+    "VAE": Trainer.variational,
     "LAE online, calibrated": lambda t: t.warm(t.S["calibrated alpha"], "calibrated"),
     "LAE online, from scratch": lambda t: t.online("mixed", 1.0),
 }
