@@ -189,12 +189,12 @@ def run_digits(args: argparse.Namespace, S: dict) -> None:
             "map": latent_map(model, S, E, x_test[:500], y_test[:500]),
         }  # fmt: skip
 
-    for seed in E["seeds"]:
-        for name, make in MODELS.items():
-            keep(args, "digits", name, seed, lambda make=make, seed=seed: answers(make, seed))
     with torch.no_grad():
         seen = judge(torch.where(lower_half(), x_test[:n], torch.zeros(()))).softmax(-1)
     keep(args, "digits", "classifier", 0, lambda: {"classified": calibration(seen, y_test[:n])})
+    for seed in E["seeds"]:
+        for name, make in MODELS.items():
+            keep(args, "digits", name, seed, lambda make=make, seed=seed: answers(make, seed))
 
 
 def keep(args: argparse.Namespace, experiment: str, name: str, seed: int, work: Callable[[], dict]) -> None:
