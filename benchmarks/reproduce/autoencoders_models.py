@@ -164,8 +164,8 @@ MODELS: dict[str, Callable[[Trainer], StochasticAutoencoder]] = {
     "LAE post hoc": lambda t: t.post_hoc("mixed"),
     "LAE online": lambda t: t.warm(t.S["alpha"], 1.0),
     "MC-AE": Trainer.dropout,
+    "LAE online, calibrated": lambda t: t.warm(t.S["calibrated alpha"], "calibrated"),
     "AE, learned variance": Trainer.learned_variance,
     "VAE": Trainer.variational,
-    "LAE online, calibrated": lambda t: t.warm(t.S["calibrated alpha"], "calibrated"),
     "LAE online, from scratch": lambda t: t.online("mixed", 1.0),
 }
