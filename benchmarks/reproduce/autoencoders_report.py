@@ -69,7 +69,7 @@ def _ood(out: Path, found: dict[str, list[dict]], S: dict) -> list[str]:
                 for which in ("inside", "outside"):
                     counts = np.array(h[which])
                     ax.stairs(counts / counts.sum(), h["edges"], fill=True, alpha=0.5, label=which)
-                ax.set(xlabel=score)
+                ax.set_xlabel(score, loc="left")  # on the right stands the power of ten, if any
             column[0].set(title=name)
             column[0].title.set_fontsize(8)
         axes[0, 0].legend(frameon=False, fontsize=7)
