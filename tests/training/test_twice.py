@@ -92,3 +92,21 @@ def test_a_third_derivative_is_refused(name, float64):
     second = torch.autograd.grad(sum(g.square().sum() for g in first), tensors, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         second[0].sum().backward()
+
+
+@pytest.mark.parametrize("name", ["conv2d", "batch norm", "steep softplus"])
+def test_float32_is_close_to_float64(name):
+    function, *shapes = OPERATIONS[name]
+    torch.manual_seed(0)
+    exact = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    exact[0] += 10  # far from zero beside its deviation
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        tensors = [t.to(dtype).requires_grad_() for t in exact]
+        with QuickSecondDerivatives():
+            value = function(*tensors).pow(3).sum()  # squares of what is normalised have no gradient
+        first = torch.autograd.grad(value, tensors, create_graph=True)
+        found.append(torch.autograd.grad(sum(g.square().sum() for g in first), tensors))
+    for single, double in zip(*found, strict=True):
+        assert single.dtype == torch.float32
+        assert (single - double).norm() < 1e-3 * double.norm()
