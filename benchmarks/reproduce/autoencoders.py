@@ -2,10 +2,12 @@
 
     python benchmarks/reproduce/autoencoders.py --data DIR [--small] [--report] [--only ood]
 
-"ood": convolutional autoencoders with two latent numbers, trained on FashionMNIST, judge its test images and MNIST's.
+"ood": convolutional autoencoders with two latent numbers, trained on FashionMNIST, judge its test images and MNIST's;
+"fewer": the same, trained on fewer images.
 "digits": linear ones, trained on MNIST, reconstruct, fill in the upper half of test images, and classify by codes. All
 have unit noise but those that predict it. Settings stand in training.json. One JSON a model is kept under ``--out``,
-and what is there is not run again; networks that are trained, or not yet, are kept under ``--cache``.
+and what is there is not run again; networks that are trained, or not yet, are kept under ``--cache``. The same command
+in two processes shares the work between them.
 """
 
 import argparse
@@ -33,7 +35,7 @@ from autoencoders_models import MODELS, Trainer
 from autoencoders_report import as_text, report
 from harness import kept
 from images import images
-from settings import command_line
+from settings import claimed, command_line
 from variational_laplace import scored
 
 SMALL = {
@@ -42,6 +44,7 @@ SMALL = {
         "train": 256, "validation": 50, "test": 60, "epochs": 1, "milestones": [], "warm epochs": 1, "bins": 10,
         "seeds": [0, 1],
     },
+    "fewer": {"train": 128, "validation": 50},
     "digits": {
         "train": 256, "validation": 150, "test": 60, "epochs": 1, "milestones": [], "warm epochs": 1, "map": 5,
         "imputed": 40, "classifier epochs": 1, "labels": [1, 3], "repetitions": 2, "neighbours tested": 50,
@@ -159,17 +162,17 @@ def latent_map(model: StochasticAutoencoder, S: dict, E: dict, x: Tensor, y: Ten
 # Runs
 
 
-def run_ood(args: argparse.Namespace, S: dict) -> None:
-    E = S["ood"]
+def run_ood(args: argparse.Namespace, S: dict, experiment: str = "ood") -> None:
+    E = S["ood"] | S[experiment]
     x, _ = images(args.data, E["data"], "train")
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     train, validation = x[order[: E["train"]]], x[order[E["train"] : E["train"] + E["validation"]]]
     inside, outside = (images(args.data, E[which], "test")[0][: E["test"]] for which in ("data", "outside"))
     sets = {"validation": validation, "inside": inside, "outside": outside}
-    trainers = {seed: Trainer(train, S, E, seed, args.cache / "ood") for seed in E["seeds"]}
+    trainers = {seed: Trainer(train, S, E, seed, args.cache / experiment) for seed in E["seeds"]}
     for name, make in MODELS.items():
         for seed, trainer in trainers.items():
-            keep(args, "ood", name, seed, lambda make=make, trainer=trainer: ood(make(trainer), S, E, sets))
+            keep(args, experiment, name, seed, lambda make=make, trainer=trainer: ood(make(trainer), S, E, sets))
 
 
 def run_digits(args: argparse.Namespace, S: dict) -> None:
@@ -200,15 +203,17 @@ def run_digits(args: argparse.Namespace, S: dict) -> None:
 def keep(args: argparse.Namespace, experiment: str, name: str, seed: int, work: Callable[[], dict]) -> None:
     slug = name.lower().replace(",", "").replace(" ", "-")
     path = args.out / f"autoencoders-{experiment}-{slug}-{seed}.json"
-    found = kept(path, work, experiment=experiment, model=name, seed=seed, command=args.command)
-    print(path.stem, {k: round(v, 3) for k, v in found.items() if isinstance(v, float)}, flush=True)
+    with claimed(args.cache / path.stem, wait=False) as ours:
+        if ours:
+            found = kept(path, work, experiment=experiment, model=name, seed=seed, command=args.command)
+            print(path.stem, {k: round(v, 3) for k, v in found.items() if isinstance(v, float)}, flush=True)
 
 
 def main() -> None:
-    args, S = command_line(__doc__, "autoencoders", SMALL, only=("ood", "digits"))
+    args, S = command_line(__doc__, "autoencoders", SMALL, only=("ood", "fewer", "digits"))
     if not args.report:
         for experiment in args.only:
-            {"ood": run_ood, "digits": run_digits}[experiment](args, S)
+            run_digits(args, S) if experiment == "digits" else run_ood(args, S, experiment)
     print(report(args.out, S, [*MODELS, "classifier"]))
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from settings import claimed
 from torch import Tensor, nn
 
 from ntkgp.training.autoencoders import (
@@ -87,10 +88,7 @@ class Trainer:
 
     def fit(self, model: object, file: str) -> object:
         """Train a model, or go on where it was."""
-        S, E = self.S, self.E
-        options = {"batch_size": S["batch"], "lr": S["lr"], "milestones": E["milestones"], "progress": False}
-        model.fit(self.x, E["epochs"], checkpoint=self.cache / file, **options)
-        return model
+        return self._fit(model, file, self.E["epochs"], lr=self.S["lr"], milestones=self.E["milestones"])
 
     def plain(self, seed: int) -> PlainAutoencoder:
         """Return an autoencoder."""
@@ -150,8 +148,12 @@ class Trainer:
     def warm(self, alpha: float, scale: float | str) -> LaplacianAutoencoder:
         """Return the autoencoder, trained on with its curvature from where plain training ended."""
         model = self.post_hoc("mixed", alpha=alpha, scale=scale)
-        options = {"batch_size": self.S["batch"], "lr": self.S["warm lr"], "progress": False}
-        model.fit(self.x, self.E["warm epochs"], checkpoint=self.cache / f"LAE-warm-{scale}-{self.seed}", **options)
+        return self._fit(model, f"LAE-warm-{scale}-{self.seed}", self.E["warm epochs"], lr=self.S["warm lr"])
+
+    def _fit(self, model: object, file: str, epochs: int, **options: object) -> object:
+        with claimed(self.cache / file, wait=True):
+            checkpoint = self.cache / file
+            model.fit(self.x, epochs, batch_size=self.S["batch"], checkpoint=checkpoint, progress=False, **options)
         return model
 
     def _diagonal(self, method: str) -> dict:
@@ -164,8 +166,8 @@ MODELS: dict[str, Callable[[Trainer], StochasticAutoencoder]] = {
     "LAE post hoc": lambda t: t.post_hoc("mixed"),
     "LAE online": lambda t: t.warm(t.S["alpha"], 1.0),
     "MC-AE": Trainer.dropout,
-    "LAE online, calibrated": lambda t: t.warm(t.S["calibrated alpha"], "calibrated"),
     "AE, learned variance": Trainer.learned_variance,
     "VAE": Trainer.variational,
+    "LAE online, calibrated": lambda t: t.warm(t.S["calibrated alpha"], "calibrated"),
     "LAE online, from scratch": lambda t: t.online("mixed", 1.0),
 }

@@ -31,11 +31,10 @@ def report(out: Path, S: dict, order: list[str]) -> str:
     found.sort(key=lambda run: (order.index(run["model"]), run["seed"]))
     if not found:
         return "nothing has run yet"
-    ood: dict[str, list[dict]] = {}
+    parts: dict[str, dict[str, list[dict]]] = {"ood": {}, "fewer": {}, "digits": {}}
     for run in found:
-        if run["experiment"] == "ood":
-            ood.setdefault(run["model"], []).append(run)
-    digits = {run["model"]: run for run in found if run["experiment"] == "digits"}
+        parts[run["experiment"]].setdefault(run["model"], []).append(run)
+    digits = {name: runs[0] for name, runs in parts["digits"].items()}
     commits, minutes = ", ".join(sorted({r["commit"] for r in found})), sum(r["minutes"] for r in found)
     lines = ["# Autoencoders", ""]
     lines += [
@@ -44,39 +43,58 @@ def report(out: Path, S: dict, order: list[str]) -> str:
         "errors are sums over pixels.",
         "",
     ]
-    lines += _ood(out, ood, S) if ood else []
+    if parts["ood"]:
+        lines += _ood(parts["ood"], S["ood"]) + _leads(parts["ood"]) + _histograms(out, parts["ood"])
+    lines += _ood(parts["fewer"], S["ood"] | S["fewer"]) if parts["fewer"] else []
     lines += _digits(out, digits) if digits else []
     text = "\n".join(lines)
     (out / "autoencoders.md").write_text(text)
     return text
 
 
-def _ood(out: Path, found: dict[str, list[dict]], S: dict) -> list[str]:
-    E = S["ood"]
-    lines = [f"## {E['data']} against {E['outside']}: AUROC by score", "", "Means ± standard errors over seeds.", ""]
+def _ood(found: dict[str, list[dict]], E: dict) -> list[str]:
+    title = f"## {E['data']}, {E['train']:,} images, against {E['outside']}: AUROC by score"
+    lines = [title, "", "Means ± standard errors over seeds.", ""]
     lines += ["| | " + " | ".join(SCORES) + " | squared error | log p(x) | mean of log p |", "|---" * 8 + "|"]
     for name, seeds in found.items():
         cells = [mean_and_error([run["auroc"][score] for run in seeds], 3) for score in SCORES]
         cells += [mean_and_error([run[key] for run in seeds], 2) for key in FIT]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return [*lines, ""]
+
+
+def _leads(found: dict[str, list[dict]]) -> list[str]:
+    """Tell by how much online training leads, seed by seed."""
+    online = {run["seed"]: run["auroc"] for run in found.get("LAE online", [])}
+    lines = ["By how much online leads, means ± standard errors of differences seed by seed:", ""]
+    lines += ["| | " + " | ".join(SCORES[2:]) + " |", "|---" * 3 + "|"]
+    for name, runs in found.items():
+        pairs = [(online[run["seed"]], run["auroc"]) for run in runs if run["seed"] in online]
+        if pairs and not name.startswith("LAE online"):
+            cells = [mean_and_error([own[score] - other[score] for own, other in pairs], 3) for score in SCORES[2:]]
+            lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return [*lines, ""] if online else []
+
+
+def _histograms(out: Path, found: dict[str, list[dict]]) -> list[str]:
     runs = {name: seeds[0] for name, seeds in found.items()}
     shown = [name for name in SHOWN if name in runs]
-    if shown:
-        figure, axes = plt.subplots(2, len(shown), figsize=(2.2 * len(shown), 3.6), layout="constrained", squeeze=False)
-        for column, name in zip(axes.T, shown, strict=True):
-            for ax, score in zip(column, SCORES[2:], strict=True):
-                h = runs[name]["histograms"][score]
-                for which in ("inside", "outside"):
-                    counts = np.array(h[which])
-                    ax.stairs(counts / counts.sum(), h["edges"], fill=True, alpha=0.5, label=which)
-                ax.set_xlabel(score, loc="left")  # on the right stands the power of ten, if any
-            column[0].set(title=name)
-            column[0].title.set_fontsize(8)
-        axes[0, 0].legend(frameon=False, fontsize=7)
-        figure.savefig(out / "autoencoders_variances.png", dpi=150)
-        plt.close(figure)
-        lines += ["", "![variances inside and outside](autoencoders_variances.png)", ""]
-    return lines
+    if not shown:
+        return []
+    figure, axes = plt.subplots(2, len(shown), figsize=(2.2 * len(shown), 3.6), layout="constrained", squeeze=False)
+    for column, name in zip(axes.T, shown, strict=True):
+        for ax, score in zip(column, SCORES[2:], strict=True):
+            h = runs[name]["histograms"][score]
+            for which in ("inside", "outside"):
+                counts = np.array(h[which])
+                ax.stairs(counts / counts.sum(), h["edges"], fill=True, alpha=0.5, label=which)
+            ax.set_xlabel(score, loc="left")  # on the right stands the power of ten, if any
+        column[0].set(title=name)
+        column[0].title.set_fontsize(8)
+    axes[0, 0].legend(frameon=False, fontsize=7)
+    figure.savefig(out / "autoencoders_variances.png", dpi=150)
+    plt.close(figure)
+    return ["![variances inside and outside](autoencoders_variances.png)", ""]
 
 
 def _fit(run: dict) -> list[str]:

@@ -1,8 +1,11 @@
 """The command line and the settings of the reproductions that train with uncertainty."""
 
 import argparse
+import fcntl
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -33,6 +36,19 @@ def merged(settings: dict, other: dict) -> dict:
     """Return the settings with some in the place of others, parts within parts."""
     nested = {key: merged(settings[key], value) for key, value in other.items() if isinstance(value, dict)}
     return settings | other | nested
+
+
+@contextmanager
+def claimed(path: Path, wait: bool) -> Iterator[bool]:
+    """Hold a piece of work that processes share; say whether it is ours, or wait until it is."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(path.name + ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
 
 
 def mean_and_error(values: list[float], digits: int) -> str:
