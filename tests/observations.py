@@ -46,6 +46,9 @@ OBSERVATIONS = [
     Observation("bernoulli", zoo.Bernoulli, lambda n, c: torch.randint(0, 2, (n, c))),
     Observation("categorical", zoo.Categorical, lambda n, c: torch.randint(0, c, (n,))),
     Observation("pixels", lambda: zoo.Categorical(3), lambda n, c: torch.randint(0, 3, (n, c // 3)), outputs=6),
+    Observation("tempered labels", lambda: zoo.Bernoulli(1.6), lambda n, c: torch.randint(0, 2, (n, c))),
+    Observation("tempered classes", lambda: zoo.Categorical(temperature=0.6), lambda n, c: torch.randint(0, c, (n,))),
+    Observation("tempered pixels", lambda: zoo.Categorical(3, 1.6), lambda n, c: torch.randint(0, 3, (n, c // 3)), 6),
     Observation("poisson", zoo.Poisson, lambda n, c: torch.randint(0, 4, (n, c))),
     Observation("own", SoftplusPoisson, lambda n, c: torch.randint(0, 4, (n, c)).to(torch.get_default_dtype())),
 ]

@@ -7,6 +7,7 @@ data an .npz file with X and y. The output folder is what ntkgp tune, predict an
 
 import argparse
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,7 @@ def described(saved: SavedPosterior, output: Path, told: list[str]) -> Answer:
         "posterior": f"{output} ({post.method}, {post.lin.num_params} weights, outputs: {post.lin.num_outputs})",
         "why": post.reason,
     }
-    for name in ("log_evidence", "precision", "noise"):
+    for name in ("log_evidence", "precision", "noise", "temperature"):
         if name in values:
             lines[name.replace("_", " ")] = _brief(values[name])
     lines["took"] = f"{saved.seconds:.1f} s"
@@ -117,9 +118,12 @@ def described(saved: SavedPosterior, output: Path, told: list[str]) -> Answer:
 
 
 def _tuned(post: Posterior) -> dict[str, Any]:
-    """Return hyperparameters, and the evidence of the last step of tuning."""
+    """Return hyperparameters, and the evidence of the last step of tuning, or the best validation score."""
     last = post.history[-1] if post.history else {}
-    return {name: last[name] for name in ("log_evidence", "validation_log_prob") if name in last} | settings(post)
+    found = {"log_evidence": last["log_evidence"]} if "log_evidence" in last else {}
+    if "validation_log_prob" in last:
+        found["validation_log_prob"] = max(step.get("validation_log_prob", -math.inf) for step in post.history)
+    return found | settings(post)
 
 
 def _brief(value: Any) -> str:

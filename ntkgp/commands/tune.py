@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-o", "--output", type=Path, metavar="FOLDER", help="where the tuned posterior goes (default: in place)")
     add("--overwrite", action="store_true", help="replace an earlier posterior in --output")
     add("--validation", type=Path, metavar="v.npz", help="X and y to choose precisions by (default: by evidence)")
+    add("--temperatures", type=positive(float), nargs="+", help="of the likelihood, for --validation to choose from")
     add("--at", choices=("linear_mode", "map"), help="where the evidence is evaluated (default: linear_mode)")
     add("--steps", type=positive(int), help="at most")
 
@@ -41,6 +42,8 @@ def run(args: argparse.Namespace) -> Answer:
         if options:
             raise ValueError(f"--{next(iter(options))} is for tuning by evidence, but --validation is given")
         options["validation"] = read_points(args.validation, saved.net, saved.posterior.likelihood)
+    if args.temperatures is not None:
+        options["temperatures"] = args.temperatures
     start = time.perf_counter()
     with warnings_told(args.parser.prog) as told:
         saved.posterior.tune(**options)

@@ -4,7 +4,7 @@ from ntkgp.likelihoods.base import Expansion, Likelihood, Moments
 from ntkgp.likelihoods.blocks import SiteBlocks
 from ntkgp.likelihoods.counts import Poisson
 from ntkgp.likelihoods.expectations import Expectation, expected
-from ntkgp.likelihoods.factorized import FactorizedLikelihood, ScalarLikelihood
+from ntkgp.likelihoods.factorized import FactorizedLikelihood, ScalarLikelihood, TemperedLikelihood
 from ntkgp.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
 from ntkgp.likelihoods.labels import Bernoulli, Categorical
 from ntkgp.likelihoods.tilted import tilted
@@ -23,6 +23,7 @@ __all__ = [
     "Poisson",
     "ScalarLikelihood",
     "SiteBlocks",
+    "TemperedLikelihood",
     "expected",
     "tilted",
 ]

@@ -5,15 +5,17 @@ from collections.abc import Callable
 from typing import Any
 
 import gpytorch
+import torch
+from gpytorch.constraints import Positive
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.utils.quadrature import GaussHermiteQuadrature1D
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import Normal
 
 from ntkgp.likelihoods.base import Likelihood, point_marginals
 from ntkgp.likelihoods.blocks import from_sites, to_sites
 
-__all__ = ["FactorizedLikelihood", "ScalarLikelihood"]
+__all__ = ["FactorizedLikelihood", "ScalarLikelihood", "TemperedLikelihood"]
 
 
 class FactorizedLikelihood(Likelihood):
@@ -74,6 +76,49 @@ class FactorizedLikelihood(Likelihood):
 
     def _sites(self, f: Tensor) -> Tensor:  # (..., C) -> (..., T, k)
         return to_sites(f, self.site_size(f.shape[-1]))
+
+
+class TemperedLikelihood(FactorizedLikelihood):
+    r"""p(y | f) = p₁(y | f / τ): logits under a temperature, as temperature scaling has it (Guo et al. 2017).
+
+    What a subclass writes sees logits f / τ; r and R of f are 1 / τ times theirs. τ is for validation data to choose,
+    ``tune(validation=..., temperatures=...)``: training data, which the network fits, would ask for less and less.
+
+    Args:
+        temperature: τ.
+
+    Raises:
+        ValueError: if it is not positive and finite.
+    """
+
+    def __init__(self, temperature: float = 1.0) -> None:
+        super().__init__()
+        self.register_parameter("raw_temperature", nn.Parameter(torch.zeros(()), requires_grad=False))
+        self.register_constraint("raw_temperature", Positive(transform=torch.exp, inv_transform=torch.log))
+        self.temperature = temperature
+
+    @property
+    def temperature(self) -> Tensor:  # ()
+        """τ."""
+        return self.raw_temperature_constraint.transform(self.raw_temperature)
+
+    @temperature.setter
+    def temperature(self, value: float | Tensor) -> None:
+        value = torch.as_tensor(value).to(self.raw_temperature)
+        if value.numel() != 1 or not (torch.isfinite(value) & (value > 0)).all():
+            raise ValueError(f"temperature must be one positive, finite number, but is {value.tolist()}")
+        self.initialize(raw_temperature=self.raw_temperature_constraint.inverse_transform(value.view(())))
+
+    def residual(self, y: Tensor, f: Tensor) -> Tensor:  # (..., N, C)
+        """Return r."""
+        return super().residual(y, f) / self.temperature
+
+    def site_root(self, y: Tensor, f: Tensor) -> Tensor:  # (..., N, T, k, k')
+        """Return R, site by site."""
+        return super().site_root(y, f) / self.temperature
+
+    def _sites(self, f: Tensor) -> Tensor:  # (..., C) -> (..., T, k)
+        return super()._sites(f) / self.temperature
 
 
 class ScalarLikelihood(FactorizedLikelihood):

@@ -11,15 +11,19 @@ from torch.distributions import Distribution
 from torch.nn.functional import logsigmoid
 
 from ntkgp.likelihoods.base import Moments, point_marginals
-from ntkgp.likelihoods.blocks import from_sites
-from ntkgp.likelihoods.factorized import FactorizedLikelihood, ScalarLikelihood
+from ntkgp.likelihoods.blocks import from_sites, to_sites
+from ntkgp.likelihoods.factorized import ScalarLikelihood, TemperedLikelihood
 from ntkgp.likelihoods.links import bridge, probit_bernoulli, probit_categorical
 
 __all__ = ["Bernoulli", "Categorical"]
 
 
-class Bernoulli(ScalarLikelihood):
-    r"""p(y = 1) = σ(f), one independent label for each output; Λ = σ(f) σ(−f)."""
+class Bernoulli(TemperedLikelihood, ScalarLikelihood):
+    r"""p(y = 1) = σ(f / τ), one independent label for each output; Λ = σ(f / τ) σ(−f / τ) / τ².
+
+    Args:
+        temperature: τ.
+    """
 
     links = ("mc", "probit")
     discrete = True
@@ -47,12 +51,13 @@ class Bernoulli(ScalarLikelihood):
 
     def moments(self, f: Tensor) -> tuple[Tensor, Tensor]:  # (..., N, C)
         """Return p and p (1 − p)."""
-        p = f.sigmoid()
+        p = (f / self.temperature).sigmoid()
         return p, p * (1 - p)
 
     def closed_form(self, mean: Tensor, covariance: Tensor, link: str) -> Moments:  # (N, C), (N, C, C)
         """Return the probabilities of the probit link."""
-        p = probit_bernoulli(mean, covariance.diagonal(dim1=-2, dim2=-1))
+        tau = self.temperature
+        p = probit_bernoulli(mean / tau, covariance.diagonal(dim1=-2, dim2=-1) / tau**2)
         return Moments(p, None, None, torch.zeros_like(p))
 
     def entropy(self, mean: Tensor) -> Tensor:  # (N, C) -> (N,)
@@ -65,35 +70,37 @@ class Bernoulli(ScalarLikelihood):
 
     def sample(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:  # (..., N, C)
         """Draw y given f."""
-        return torch.bernoulli(f.sigmoid(), generator=generator)
+        return torch.bernoulli(self.moments(f)[0], generator=generator)
 
     def forward(self, function_samples: Tensor, *args: Any, **kwargs: Any) -> Distribution:
-        """Return Bernoulli(σ(f))."""
-        return BernoulliDistribution(logits=function_samples)
+        """Return Bernoulli(σ(f / τ))."""
+        return BernoulliDistribution(logits=function_samples / self.temperature)
 
     def marginal(self, function_dist: MultivariateNormal, *args: Any, **kwargs: Any) -> Distribution:
         """Return the distribution of each label by itself."""
         mean, blocks = point_marginals(function_dist)
-        p = self._expectation(torch.sigmoid, mean, blocks).clamp(0, 1)
+        p = self._expectation(lambda f: self.moments(f)[0], mean, blocks).clamp(0, 1)
         return BernoulliDistribution(probs=p.view(function_dist.mean.shape))
 
 
-class Categorical(FactorizedLikelihood):
-    r"""p(y = k) = softmax(f)_k.
+class Categorical(TemperedLikelihood):
+    r"""p(y = k) = softmax(f / τ)_k.
 
-    Λ = diag(p) − p pᵀ = R Rᵀ has rank K − 1, and R as many columns: with u = √p, a unit vector, I − u uᵀ = H Hᵀ for the
-    first K − 1 columns H of the reflection that takes u to the last axis, and R = diag(u) H is finite for any p.
+    Λ = (diag(p) − p pᵀ) / τ² = R Rᵀ has rank K − 1, and R as many columns: with u = √p, a unit vector, I − u uᵀ = H Hᵀ
+    for the first K − 1 columns H of the reflection that takes u to the last axis, and R = diag(u) H / τ is finite for
+    any p.
 
     Args:
         num_classes: K; None if all outputs are the logits of one label. With fewer classes than outputs there is a
             label for each of T = C / K pixels, as in a network that returns (N, K, height, width).
+        temperature: τ.
     """
 
     links = ("mc", "probit", "bridge")
     discrete = True
 
-    def __init__(self, num_classes: int | None = None) -> None:
-        super().__init__()
+    def __init__(self, num_classes: int | None = None, temperature: float = 1.0) -> None:
+        super().__init__(temperature)
         if num_classes is not None and num_classes < 2:
             raise ValueError(f"num_classes must be at least 2, but is {num_classes}")
         self.num_classes = num_classes
@@ -143,7 +150,7 @@ class Categorical(FactorizedLikelihood):
 
     def closed_form(self, mean: Tensor, covariance: Tensor, link: str) -> Moments:  # (N, C), (N, C, C)
         """Return the probabilities of the probit link, or those of the bridge and their variance."""
-        m, S = self._sites(mean), self._site_covariance(covariance)  # (N, T, K), (N, T, K, K)
+        m, S = self._sites(mean), self._site_covariance(covariance / self.temperature**2)  # (N, T, K), (N, T, K, K)
         if link == "probit":
             p = from_sites(probit_categorical(m, S))
             return Moments(p, None, None, torch.zeros_like(p))
@@ -164,7 +171,8 @@ class Categorical(FactorizedLikelihood):
 
     def log_prob_of_mean(self, y: Tensor, mean: Tensor) -> Tensor:  # (N, T), (N, C) -> (N,)
         """Return log p(y) of labels with these probabilities."""
-        return self._sites(mean).gather(-1, y.unsqueeze(-1)).log().sum((-1, -2))
+        probs = to_sites(mean, self.site_size(mean.shape[-1]))
+        return probs.gather(-1, y.unsqueeze(-1)).log().sum((-1, -2))
 
     def sample(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:  # (..., N, T)
         """Draw y given f."""
@@ -172,7 +180,7 @@ class Categorical(FactorizedLikelihood):
         return torch.multinomial(p.reshape(-1, p.shape[-1]), 1, generator=generator).view(p.shape[:-1])
 
     def forward(self, function_samples: Tensor, *args: Any, **kwargs: Any) -> Distribution:
-        """Return Categorical(softmax(f)), of each point or, if there are several sites, of each site."""
+        """Return Categorical(softmax(f / τ)), of each point or, if there are several sites, of each site."""
         sites = self._sites(function_samples)
         return CategoricalDistribution(logits=sites.squeeze(-2) if sites.shape[-2] == 1 else sites)
 

@@ -36,7 +36,7 @@ from ntkgp.priors import ConvFilterGP, GPrior, Grouped, Prior
 
 __all__ = ["load", "save"]
 
-FORMAT, VERSION = "ntkgp posterior", 1
+FORMAT, VERSION = "ntkgp posterior", 2  # 2: temperatures
 _POSTERIORS: dict[str, type[Posterior]] = {
     kind.method: kind
     for kind in (
@@ -255,14 +255,15 @@ def _rebuilt(
     posterior.reason, posterior.history = meta["reason"], meta["history"]
     if isinstance(posterior, KroneckerPosterior):
         names = [name.removeprefix("kron.G.") for name in tensors if name.startswith("kron.G.")]
-        posterior._kept = {
+        blocks = {
             name: KroneckerBlock(
                 tensors[f"kron.G.{name}"], tensors.get(f"kron.A.{name}"), f"kron.transposed.{name}" in tensors
             )
             for name in names
         }
+        posterior._keep(blocks)
     elif isinstance(posterior, WeightSpacePosterior):
-        posterior._kept = tensors["statistics"]
+        posterior._keep(tensors["statistics"])
     return posterior
 
 
@@ -295,5 +296,5 @@ def _load_likelihood(meta: dict[str, Any], state: dict[str, Tensor], given: Like
     if meta["kind"] == "Gaussian":
         settings["noise"] = state["raw_noise"].exp()
     likelihood = known[meta["kind"]](**settings)
-    likelihood.load_state_dict(state)
+    likelihood.load_state_dict(likelihood.state_dict() | state)  # files from before there were temperatures have none
     return likelihood

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ntkgp.evidence import derivative_in_logarithm, maximise, noise_step, precision_step
-from ntkgp.likelihoods import Gaussian, Likelihood
+from ntkgp.likelihoods import Gaussian, Likelihood, TemperedLikelihood
 from ntkgp.linearization.inputs import Input, batch_size
 from ntkgp.posteriors.data import as_source, gather
 from ntkgp.posteriors.prediction import Prediction, predictive_of
@@ -18,7 +19,7 @@ from ntkgp.posteriors.prediction import Prediction, predictive_of
 if TYPE_CHECKING:
     from ntkgp.posteriors.base import Posterior
 
-__all__ = ["hidden", "log_hyperprior", "settings", "squared_errors", "tune"]
+__all__ = ["hidden", "log_hyperprior", "predictor", "settings", "squared_errors", "tune"]
 
 P = TypeVar("P", bound="Posterior")
 _FAR = 1.0  # nats a target
@@ -31,6 +32,7 @@ def tune(
     at: str = "linear_mode",
     validation: Any = None,
     grid: Tensor | None = None,
+    temperatures: Tensor | None = None,
     steps: int = 50,
     curvature_at: str = "map",
     method: str = "gradient",
@@ -40,14 +42,16 @@ def tune(
     """Maximise the evidence over all hyperparameters that require gradients, or a validation score over a grid.
 
     By evidence: quasi-Newton steps over the raw parameters, their logarithms, or MacKay's fixed point. On validation
-    data: all precisions are multiplied by each value of ``grid``, and the one with the best mean log predictive density
-    stays. Every step is a line of ``posterior.history``. If anything fails, the hyperparameters are as they were.
+    data: all precisions are multiplied by each value of ``grid``, under each of ``temperatures``, and what has the best
+    mean log predictive density stays. Every step is a line of ``posterior.history``. If anything fails, the
+    hyperparameters are as they were.
 
     Args:
         posterior: whose prior and likelihood to tune, in place.
         at: where the evidence is evaluated, "linear_mode" or "map".
         validation: (X, y), a Dataset or a DataLoader.
         grid: factors for the precisions, 10⁻⁴ to 10⁴ by default.
+        temperatures: of a likelihood that has one, for validation data to choose from; by default it stays as it is.
         steps: at most so many steps; with ``curvature_at="linear_mode"`` so many after each evaluation of Λ.
         curvature_at: where Λ is evaluated: "map" for where the posterior has it; "linear_mode" alternates between
             tuning with Λ fixed and evaluating it at the new mode, to a point where both stay.
@@ -71,10 +75,12 @@ def tune(
         raise ValueError(f'method must be "gradient" or "fixed_point", but is {method!r}')
     if search and method != "fixed_point":
         raise ValueError('search is for method="fixed_point": a line search needs the exact mode')
+    if temperatures is not None and validation is None:
+        raise ValueError("temperatures are for validation data to choose from, but validation is None")
     before = [(p, p.detach().clone()) for p in posterior.parameters()]
     try:
         if validation is not None:
-            _on_validation(posterior, validation, grid, progress)
+            _on_validation(posterior, validation, grid, temperatures, progress)
         else:
             _by_evidence(posterior, at, curvature_at, method, steps, search or {}, progress)
     except BaseException:
@@ -233,26 +239,37 @@ def log_hyperprior(posterior: "Posterior") -> Tensor | float:
     return total
 
 
-def _on_validation(posterior: "Posterior", validation: Any, grid: Tensor | None, progress: bool | None) -> None:
-    prior = posterior.prior
+def _on_validation(
+    posterior: "Posterior", validation: Any, grid: Tensor | None, temperatures: Tensor | None, progress: bool | None
+) -> None:
+    prior, likelihood = posterior.prior, posterior.likelihood
     if not hasattr(prior, "precision"):
         raise ValueError(f"a grid needs a prior with precisions, but {type(prior).__name__} has none: tune by evidence")
-    source = as_source(validation, posterior.lin, posterior.likelihood)
-    data = gather(source, posterior.lin, posterior.likelihood)
-    grid = torch.logspace(-4, 4, 17) if grid is None else torch.as_tensor(grid)
+    if temperatures is not None and not isinstance(likelihood, TemperedLikelihood):
+        raise ValueError(f"temperatures need a likelihood that has one, but {type(likelihood).__name__} has none")
+    source = as_source(validation, posterior.lin, likelihood)
+    data = gather(source, posterior.lin, likelihood)
+    factors = (torch.logspace(-4, 4, 17) if grid is None else torch.as_tensor(grid)).tolist()
+    heats = [None] if temperatures is None else torch.as_tensor(temperatures).tolist()
     start = prior.precision.detach().clone()
-    scores, predict = [], _predictions(posterior, data.x)
-    for factor in tqdm(grid.tolist(), desc="tune", disable=hidden(progress)):
+    scores, predict = [], predictor(posterior, data.x)
+
+    def move(heat: float | None, factor: float) -> None:
         prior.precision = start * factor
+        if heat is not None:
+            likelihood.temperature = heat
+
+    tried = list(product(heats, factors))  # statistics of weight space depend on temperatures alone
+    for each in tqdm(tried, desc="tune", disable=hidden(progress)):
+        move(*each)
         scores.append(predict().log_prob(data.y).mean().item())
         posterior.history.append({"validation_log_prob": scores[-1]} | settings(posterior))
     if all(score != score for score in scores):
         raise RuntimeError("the validation score is not a number for any precision of the grid")
-    best = max(range(len(scores)), key=lambda i: scores[i] if scores[i] == scores[i] else -float("inf"))
-    prior.precision = start * grid[best].item()
+    move(*tried[max(range(len(scores)), key=lambda i: scores[i] if scores[i] == scores[i] else -float("inf"))])
 
 
-def _predictions(posterior: "Posterior", x: Input) -> Callable[[], Prediction]:
+def predictor(posterior: "Posterior", x: Input) -> Callable[[], Prediction]:
     """Return what predicts under the hyperparameters of the moment, from what is kept of the points if that fits."""
     with torch.no_grad():
         remembered = posterior._memory(batch_size(x))
@@ -269,9 +286,9 @@ def _predictions(posterior: "Posterior", x: Input) -> Callable[[], Prediction]:
 
 
 def settings(posterior: "Posterior") -> dict[str, Any]:
-    """Return precisions and noise, for the history."""
+    """Return precisions, noise and temperature, for the history."""
     found = {}
-    for name in ("precision", "noise"):
+    for name in ("precision", "noise", "temperature"):
         for owner in (posterior.prior, posterior.likelihood):
             value = getattr(owner, name, None)
             if isinstance(value, Tensor):

@@ -1,12 +1,12 @@
 """The Bayesian-linear-model view: everything through Jᵀ Λ J + S₀⁻¹, over the weights."""
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ntkgp.likelihoods import SiteBlocks
 from ntkgp.linearization import Features
@@ -32,7 +32,8 @@ class WeightSpacePosterior(Posterior):
     costs nothing.
     """
 
-    _kept: Any = None  # statistics that no hyperparameter changes
+    _kept: Any = None  # statistics of the training data
+    _kept_under: Sequence[Tensor] = ()  # the hyperparameters of the likelihood that they depend on
 
     @abstractmethod
     def _collect(self) -> Any:
@@ -44,17 +45,30 @@ class WeightSpacePosterior(Posterior):
             self._kept = fn(self._kept)
         elif self._kept is not None:
             self._kept = {name: block.converted(fn) for name, block in self._kept.items()}
+        self._kept_under = [fn(p) for p in self._kept_under]
         return self
 
     def _prepare(self) -> None:
         self._statistics()
 
     def _statistics(self) -> Any:
-        if self._atoms() is None and self.sites is None and list(self.likelihood.parameters()):
-            return self._current("statistics", self._collected)
-        if self._kept is None:
-            self._kept = self._collected()
+        now = self._curvature_parameters()
+        if torch.is_grad_enabled() and any(p.requires_grad for p in now):
+            raise NotImplementedError(
+                f"weight space keeps Jᵀ Λ J, and does not differentiate it in the hyperparameters of "
+                f'{type(self.likelihood).__name__}: use method="function", or fix them with requires_grad_(False)'
+            )
+        if self._kept is None or not all(map(torch.equal, now, self._kept_under)):
+            self._keep(self._collected())
         return self._kept
+
+    def _curvature_parameters(self) -> list[nn.Parameter]:
+        """Return the hyperparameters of the likelihood that the statistics depend on."""
+        return list(self.likelihood.parameters()) if self._atoms() is None and self.sites is None else []
+
+    def _keep(self, statistics: Any) -> None:
+        """Take over statistics that belong to the hyperparameters as they are."""
+        self._kept, self._kept_under = statistics, [p.detach().clone() for p in self._curvature_parameters()]
 
     def _collected(self) -> Any:
         with torch.no_grad():

@@ -180,11 +180,19 @@ def test_a_process_tunes_in_place(here):
     ]
 
 
-def test_tuning_on_validation_data_may_go_elsewhere(here):
+def test_tuning_on_validation_data_may_go_elsewhere(here, capsys):
     main(["tune", "post", "--validation", "x.npz", "-o", "validated"])
+    capsys.readouterr()
     validated = ntkgp.load("validated", network("w.safetensors"))
     post = ntkgp.load("post", network("w.safetensors")).tune(validation=data("x.npz"))
     assert validated.prior.precision.tolist() == pytest.approx(post.prior.precision.tolist(), rel=1e-5)
+    main(["tune", "post", "--validation", "x.npz", "--temperatures", "0.5", "3", "-o", "cooler", "--json"])
+    told = json.loads(capsys.readouterr().out)
+    post = ntkgp.load("post", network("w.safetensors")).tune(validation=data("x.npz"), temperatures=[0.5, 3.0])
+    assert told["temperature"] == pytest.approx(post.likelihood.temperature.item())
+    best = max(step.get("validation_log_prob", -9e9) for step in post.history)
+    assert told["validation_log_prob"] == pytest.approx(best, rel=1e-4)
+    assert "temperatures are for validation data" in refused(["tune", "post", "--temperatures", "2"])
     assert refused(["tune", "post", "--validation", "x.npz", "--at", "map"]).endswith(
         "--at is for tuning by evidence, but --validation is given"
     )

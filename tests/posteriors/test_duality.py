@@ -8,6 +8,7 @@ from torch.testing import assert_close
 import ntkgp
 
 LIKELIHOODS = ["gaussian", "noise by output", "bernoulli", "categorical", "pixels", "poisson", "heteroscedastic", "own"]
+LIKELIHOODS += ["tempered labels", "tempered pixels"]
 TIGHT = {"rtol": 1e-8, "atol": 1e-10}
 
 
