@@ -14,15 +14,16 @@ sys.path.insert(0, str(Path(__file__).parent / "reproduce"))
 from harness import Table, kept, peak_mb
 from images import nll
 from kernel import zoo
-from sparse_scores import LINKS, POINTWISE, TEMPERATURES, calibration_gap, paired, scored
+from sparse_scores import POINTWISE, TEMPERATURES, calibration_gap, paired, scored
 from torch import Tensor, nn
 
 import ntkgp
-from ntkgp.posteriors.prediction import Latent, predictive_of
+from ntkgp.posteriors.tuning import predictor
 
 __all__ = ["cifar", "cifar_rows"]
 
-GRID, SAMPLES = torch.logspace(-1, 4.4, 28), 256  # precisions; draws a validation point
+PRECISIONS, HEATS = torch.logspace(-1, 4.5, 12).tolist(), (1.0, 1.3, 1.6, 1.9, 2.2, 2.5)
+EPOCHS = 3
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -44,91 +45,83 @@ def resnet20(data: Path) -> nn.Module:
     return net.eval()
 
 
-def by_halves(test: tuple[Tensor, Tensor], probs_after: Callable[[tuple[Tensor, Tensor], Tensor], Tensor]) -> Tensor:
-    """Return probabilities of all test images, each half's by what was chosen on the other.
+Tried = dict[tuple[float, ...], Tensor]  # by setting: probabilities of all test images
+
+
+def by_halves(tried: Tried, y: Tensor) -> dict:
+    """Score all test images, each half of them under the setting that is best on the other.
 
     The network has seen every training image, so that none of them can tell how sure it should be.
     """
-    x, y = test
-    halves = torch.arange(len(x)) % 2
-    p = torch.empty(len(x), int(y.max()) + 1)
+    halves, p, chosen = torch.arange(len(y)) % 2, torch.empty_like(next(iter(tried.values()))), []
     for half in (0, 1):
         here, there = halves == half, halves != half
-        p[here] = probs_after((x[there], y[there]), x[here])
-    return p
-
-
-def by_link(post: ntkgp.Posterior, x: Tensor) -> dict[str, Tensor]:
-    """Return probabilities by each link, from one look at q(f)."""
-    q = post.latent(x)
-    latent = Latent(q.mean, q.covariance_matrix)
-    draw = lambda: torch.Generator().manual_seed(0)  # noqa: E731
-    return {link: predictive_of(post.likelihood, [latent], link, SAMPLES, draw()).probs for link in LINKS}
+        chosen.append(min(tried, key=lambda setting: nll(tried[setting][there], y[there])))
+        p[here] = tried[chosen[-1]][here]
+    return scored(p, y) | {"chosen": chosen}
 
 
 def cifar(args: argparse.Namespace) -> dict:
-    """Score MAP, temperature scaling, last layer, subset GP and variational; what is there is not run again."""
+    """Score MAP, temperature scaling, last layer, subset GP and variational; what is there is not run again.
+
+    Posteriors have a precision and a temperature, both by validation; scores by a precision alone stand beside.
+    """
     train, (x, y) = cifar_images(args.data, "train"), cifar_images(args.data, "test")
     net, found, parts = resnet20(args.data), {}, args.cache.parent / "variational"
+    with torch.no_grad():
+        logits = torch.cat([net(part) for part in x.split(500)])
 
-    def add(name: str, work: Callable[[], Tensor]) -> None:
+    def add(name: str, work: Callable[[], Tried]) -> None:
         def run() -> dict:
             start = time.perf_counter()
-            return scored(work(), y) | {"seconds": time.perf_counter() - start, "peak": peak_mb()}
+            tried = work()
+            cold = {setting: p for setting, p in tried.items() if setting[-1] == 1}
+            told = {"seconds": time.perf_counter() - start, "peak": peak_mb(), "untempered": by_halves(cold, y)}
+            return by_halves(tried, y) | told
 
         found[name] = kept(parts / f"cifar-{name.replace(' ', '-').lower()}.json", run)
         told = {key: round(value, 4) for key, value in found[name].items() if isinstance(value, float)}
-        print(name, told, flush=True)
+        print(name, told, found[name]["chosen"], flush=True)
 
-    def logits(x: Tensor) -> Tensor:
-        with torch.no_grad():
-            return torch.cat([net(part) for part in x.split(500)])
-
-    def temperature(valid: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
-        f = logits(valid[0])
-        best = min(TEMPERATURES, key=lambda t: nn.functional.cross_entropy(f / t, valid[1]).item())
-        return (logits(x) / best).softmax(-1)
-
-    def posterior(
-        method: str,
-        ends: Callable[[ntkgp.Posterior], ntkgp.Posterior] = lambda post: post,
-        **options: object,
-    ) -> Callable[[], Tensor]:
-        def work() -> Tensor:
+    def posterior(method: str, **options: object) -> Callable[[], Tried]:
+        def work() -> Tried:
             lin = ntkgp.Linearization(net, example=train[0][:2])
             post = ntkgp.fit(lin, train, "categorical", method, "isotropic", tune=False, progress=False, **options)
-
-            def after(valid: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
-                post.prior.precision = 1.0
-                post.tune(validation=valid, grid=GRID, progress=False)
-                end = ends(post)
-                tried = {link: nll(p, valid[1]) for link, p in by_link(end, valid[0]).items()}
-                link = min(LINKS, key=tried.__getitem__)
-                print(method, "precision", post.prior.precision.item(), tried, flush=True)
-                return end.predict(x, link=link, progress=False).probs
-
-            return by_halves((x, y), after)
+            predict, tried = predictor(post, x), {}
+            for heat in HEATS:
+                for precision in PRECISIONS:
+                    post.prior.precision, post.likelihood.temperature = precision, heat
+                    tried[precision, heat] = predict().probs
+                print(method, f"temperature {heat}", flush=True)
+            return tried
 
         return work
 
-    add("MAP", lambda: logits(x).softmax(-1))
-    add("temperature", lambda: by_halves((x, y), temperature))
+    add("MAP", lambda: {(1.0,): logits.softmax(-1)})
+    add("temperature", lambda: {(t,): (logits / t).softmax(-1) for t in (1.0, *TEMPERATURES.tolist())})
     add("last layer", posterior("last_layer"))
-    sparse = {"num_inducing": args.values, "objective": "nystrom"}
-    add("variational", posterior("variational", lambda post: post.twin(objective="elbo", epochs=3), **sparse))
+    add("variational", posterior("variational", num_inducing=args.values, epochs=EPOCHS))
     if args.subset:
         add("subset GP", posterior("function", subset=args.subset))
     pair = found["variational"], found["last layer"]
     told = {"ahead": paired(*pair), "calibrated": calibration_gap(*pair), "values": args.values, "subset": args.subset}
-    brief = {name: {key: run[key] for key in run if key not in POINTWISE} for name, run in found.items()}
-    return told | {"methods": brief}
+    return told | {"methods": {name: brief(run) for name, run in found.items()}}
+
+
+def brief(run: dict) -> dict:
+    """Return a run without what is kept point by point."""
+    return {key: brief(run[key]) if isinstance(run[key], dict) else run[key] for key in run if key not in POINTWISE}
 
 
 def cifar_rows(found: dict, table: Table) -> None:
     methods = found["methods"]
     for name, s in methods.items():
-        told = f"NLL {s['nll']:.4f}, ECE {s['ece']:.4f}, accuracy {s['accuracy']:.4f}; {s['seconds'] / 60:.1f} minutes"
-        table.note(f"CIFAR-10, ResNet-20: {name}", told)
+        chosen = " and ".join(", ".join(f"{v:.3g}" for v in setting) for setting in s["chosen"])
+        told = (
+            f"NLL {s['nll']:.4f}, ECE {s['ece']:.4f}, accuracy {s['accuracy']:.4f}; {s['seconds'] / 60:.1f} minutes; "
+        )
+        told += f"by halves {chosen}; without temperature NLL {s['untempered']['nll']:.4f}, "
+        table.note(f"CIFAR-10, ResNet-20: {name}", told + f"ECE {s['untempered']['ece']:.4f}")
     what = f"CIFAR-10: variational (M = {found['values']})"
     for score, key in (("NLL", "ahead"), ("ECE", "calibrated")):
         gap, error = found[key]
