@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ntkgp.linearization import Features
 from ntkgp.linearization.memory import empty
-from ntkgp.operators.terms import Term, terms
+from ntkgp.operators.symmetric import add_square
+from ntkgp.operators.terms import DenseTerm, Term, terms
 from ntkgp.priors import Covariance
 
 __all__ = ["gram", "point_blocks"]
@@ -26,7 +27,8 @@ def gram(
     """Return J_1 S₀ J_2ᵀ, J_1 S₀ J_1ᵀ if ``F2`` is None; the two may have different numbers of outputs.
 
     Where nothing asks for gradients, the matrix is computed tile by tile, all terms of a tile while it is in the
-    caches; of a symmetric one only the tiles up to the diagonal, which are then mirrored. ``out`` is then written to.
+    caches; of a symmetric one only the tiles up to the diagonal, which are then mirrored, and J Jᵀ of contracted
+    gradients at once. ``out`` is then written to.
     """
     symmetric = F2 is None
     parts = terms(F1, F1 if F2 is None else F2, S)
@@ -41,19 +43,29 @@ def gram(
             K = K + term.tile(*everything)
         return K
     K = empty((N * C, M * D), F1.like) if out is None else out
+    squares = symmetric and _add_squares(K, parts)
     heavy = sum(term.depth for term in parts) > _HEAVY
     step, leaf = max(1, _TILE // C), max(1, _LEAF // (2 if heavy else 1) // C)
     work = K.new_empty(min(step, N) * min(step, M) * C * D)
     for rows, cols in _triangle(0, N, leaf, step) if symmetric else _rectangle((0, N), (0, M), step):
         tile = K[rows.start * C : rows.stop * C, cols.start * D : cols.stop * D]
         for i, term in enumerate(parts):
-            term.add_to(tile, rows, cols, i == 0, work)
+            term.add_to(tile, rows, cols, not squares and i == 0, work)
         if symmetric:  # while the tile is still in the caches
             if rows == cols:
                 tile.copy_(torch.where(_lower(tile), tile, tile.mT))
             else:
                 _transpose(tile, K[cols.start * C : cols.stop * C, rows.start * C : rows.stop * C])
     return K
+
+
+def _add_squares(K: Tensor, parts: list[Term]) -> bool:
+    """Write terms s J Jᵀ to the lower triangle of K, take them out of the list, and say whether there were any."""
+    squares = [term for term in parts if isinstance(term, DenseTerm) and term.is_square(K)]
+    for i, term in enumerate(squares):
+        add_square(K, term.J1.flatten(0, 1), term.s.item(), fresh=i == 0)
+    parts[:] = [term for term in parts if all(term is not square for square in squares)]
+    return bool(squares)
 
 
 def _lower(square: Tensor) -> Tensor:

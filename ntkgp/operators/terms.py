@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ntkgp.linearization import Block, DenseBlock, Features
 from ntkgp.linearization.factors import Outer
+from ntkgp.operators.symmetric import has_square
 from ntkgp.priors import Covariance, Elementwise, Rotated, Separable, Uniform
 
 __all__ = ["Term", "terms"]
@@ -48,6 +49,10 @@ class DenseTerm:
     def depth(self) -> int:
         """Multiplications for one entry of K."""
         return self.J1.shape[-1]
+
+    def is_square(self, K: Tensor) -> bool:  # (N C, N C)
+        """Say whether this is s J Jᵀ, and can be added to K at once."""
+        return self.J1 is self.J2 and self.J1.is_contiguous() and has_square(self.J1.flatten(0, 1), K)
 
     def tile(self, rows: slice, cols: slice) -> Tensor:  # (n C, m C)
         """Return the share of these points."""
@@ -260,10 +265,24 @@ def _dense_term(F1: DenseBlock, F2: DenseBlock, S: dict[str, Covariance]) -> Ter
     J1 = F1.J if everything else torch.cat([F1.J[..., F1.columns[name]] for name in S], dim=-1)
     s = _common_variance(list(S.values()))
     if s is not None:
+        if F1 is F2:
+            return DenseTerm(J1, J1, s)
         J2 = F2.J if everything else torch.cat([F2.J[..., F2.columns[name]] for name in S], dim=-1)
         return DenseTerm(J1, J2, s)
+    if F1 is F2 and _has_plain_roots(list(S.values())):  # one copy of J, as for J S₀, and half of the product
+        J = torch.cat([cov.root().apply(F1.J[..., F1.columns[name]]) for name, cov in S.items()], dim=-1)
+        return DenseTerm(J, J, J.new_ones(()))
     J2 = torch.cat([cov.apply(F2.J[..., F2.columns[name]]) for name, cov in S.items()], dim=-1)
     return DenseTerm(J1, J2, J2.new_ones(()))
+
+
+def _has_plain_roots(S: list[Covariance]) -> bool:
+    """Say whether all covariances are diagonal, and square roots of them are safe: no gradient meets a zero."""
+    if not all(isinstance(cov, Uniform | Elementwise) for cov in S):
+        return False
+    variances = [cov.s for cov in S if isinstance(cov, Uniform | Elementwise)]
+    learnt = torch.is_grad_enabled() and any(s.requires_grad for s in variances)
+    return not learnt and all(bool((s >= 0).all()) for s in variances)
 
 
 def _common_variance(S: list[Covariance]) -> Tensor | None:

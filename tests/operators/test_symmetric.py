@@ -1,0 +1,84 @@
+"""One triangle of A Aᵀ, and Gram matrices that are made of it."""
+
+import pytest
+import torch
+from threadpoolctl import ThreadpoolController
+from torch.testing import assert_close
+
+import ntkgp
+from ntkgp.operators import symmetric
+from ntkgp.operators.symmetric import add_square, has_square
+
+DTYPES = [(torch.float32, 1e-5), (torch.float64, 1e-12)]
+
+
+@pytest.fixture
+def always(monkeypatch):
+    monkeypatch.setattr(symmetric, "_WORTH_IT", 0)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+@pytest.mark.parametrize("fresh", [True, False])
+def test_the_lower_triangle_is_written_and_nothing_else(dtype, tolerance, fresh, always):
+    torch.manual_seed(0)
+    A, K = torch.randn(7, 5, dtype=dtype), torch.randn(7, 7, dtype=dtype)
+    before = K.clone()
+    assert has_square(A, K)
+    add_square(K, A, 0.3, fresh)
+    truth = 0.3 * A.double() @ A.double().mT + (0 if fresh else before.double())
+    assert_close(K.double().tril(), truth.tril(), rtol=tolerance, atol=tolerance)
+    assert torch.equal(K.triu(1), before.triu(1))
+
+
+def test_what_was_there_does_not_count_if_fresh(always):
+    A, K = torch.ones(3, 2), torch.full((3, 3), float("nan"))
+    add_square(K, A, 1.0, fresh=True)
+    assert_close(K.tril(), torch.full((3, 3), 2.0).tril())
+
+
+def test_views_foreign_dtypes_and_small_matrices_are_left_to_torch(always, monkeypatch):
+    A, K = torch.randn(6, 4), torch.zeros(6, 6)
+    assert not has_square(A.mT.contiguous().mT, K)
+    assert not has_square(A, torch.zeros(6, 7)[:, :6])
+    assert not has_square(A.half(), K)
+    assert not has_square(A.double(), K)
+    monkeypatch.undo()
+    assert not has_square(A, K)
+
+
+def test_blas_takes_as_many_threads_as_torch(always, monkeypatch):
+    seen, (routines, threads) = [], symmetric._blas()
+
+    class Watched:
+        @staticmethod
+        def ssyrk(*args, **options):
+            seen.extend(lib.num_threads for lib in ThreadpoolController().select(user_api="blas").lib_controllers)
+            return routines.ssyrk(*args, **options)
+
+    monkeypatch.setattr(symmetric, "_blas", lambda: (Watched, threads))
+    add_square(torch.zeros(3, 3), torch.randn(3, 2), 1.0, fresh=True)
+    assert seen
+    assert set(seen) == {torch.get_num_threads()}
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+@pytest.mark.parametrize("prior", ["isotropic", "grouped"])
+def test_gram_matrices_of_convolutions_are_the_dense_ones(dtype, tolerance, prior, always, monkeypatch):
+    torch.manual_seed(0)
+    conv = torch.nn.Conv2d(2, 3, 3), torch.nn.Tanh(), torch.nn.Conv2d(3, 2, 2), torch.nn.Flatten()
+    net, x = torch.nn.Sequential(*conv, torch.nn.Linear(32, 3)).to(dtype), torch.randn(5, 2, 7, 7, dtype=dtype)
+    lin = ntkgp.Linearization(net, example=x)
+    S0 = ntkgp.priors.Isotropic(lin, 0.7) if prior == "isotropic" else ntkgp.priors.Grouped(lin)
+    if prior == "grouped":
+        S0.precision = torch.tensor([0.5, 1.0, 2.0])
+    called, real = [], symmetric._blas
+    monkeypatch.setattr(symmetric, "_blas", lambda: called.append(1) or real())
+    J = lin.jacobian(x).flatten(0, 1).double()
+    truth = J @ S0.covariance().to_dense().double() @ J.mT
+    kernel = ntkgp.NTKKernel(lin, S0)
+    with torch.no_grad():
+        K = kernel.gram(x)
+    assert called
+    assert K.dtype == dtype
+    assert_close(K.double(), truth, rtol=tolerance, atol=tolerance * truth.abs().max().item())
+    assert torch.equal(K, K.mT)
