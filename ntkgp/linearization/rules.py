@@ -140,17 +140,19 @@ def _elementwise(derivative: Callable[[Node, int], Tensor | float], channelwise:
 
     def rule(node: Node, use: Use, G: Tensor) -> Factor:
         shape, axis = node._input_metadata[0].shape, use.axis
-        d = derivative(node, use.slot)
-        if isinstance(d, Tensor):
-            G = G * axis.examples_first(d.expand(shape)).unsqueeze(1)
-        elif d != 1:
-            G = G * d
         aligned = [1] * (len(shape) - len(use.target.shape)) + list(use.target.shape)
         if channelwise:
             aligned = [1, *use.target.shape] + [1] * (len(shape) - 2)
         if use.target.transposed or aligned.pop(axis.dim) != 1:
             raise NoRule
-        G = G.sum([2] + [3 + i for i, size in enumerate(aligned) if size == 1])
+        summed = [1] + [2 + i for i, size in enumerate(aligned) if size == 1]  # dimensions of one output, (N, T, ...)
+        d = derivative(node, use.slot)
+        if isinstance(d, Tensor):
+            d = axis.examples_first(d.expand(shape))
+            # One output at a time: its product stays in the caches, that of all would go through memory.
+            G = torch.stack([(g * d).sum(summed) for g in G.unbind(1)], dim=1)
+        else:
+            G = (G if d == 1 else G * d).sum([dim + 1 for dim in summed])
         return Dense(G.reshape(*G.shape[:2], -1))
 
     return rule
