@@ -56,4 +56,9 @@ class Problem:
         return J, self.lin(self.x), J_new, self.lin(self.x_new)
 
 
-__all__ = ["FOUR", "NETWORKS", "PRIORS", "Problem"]
+def learnt(post):
+    """The hyperparameters that tuning may change."""
+    return [p for p in post.parameters() if p.requires_grad]
+
+
+__all__ = ["FOUR", "NETWORKS", "PRIORS", "Problem", "learnt"]

@@ -92,8 +92,8 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def described(saved: SavedPosterior, output: Path, told: list[str]) -> Answer:
-    """Say what was found."""
+def described(saved: SavedPosterior, output: Path, told: list[str], since: int = 0) -> Answer:
+    """Say what was found; tuning began at step ``since`` of the history."""
     post = saved.posterior
     values = {
         "output": str(output),
@@ -102,7 +102,7 @@ def described(saved: SavedPosterior, output: Path, told: list[str]) -> Answer:
         "num_data": len(post.model.data),
         "num_params": post.lin.num_params,
         "num_outputs": post.lin.num_outputs,
-        **_tuned(post),
+        **_tuned(post, since),
         "seconds": saved.seconds,
         "warnings": told,
     }
@@ -117,13 +117,13 @@ def described(saved: SavedPosterior, output: Path, told: list[str]) -> Answer:
     return Answer(rows(lines), values)
 
 
-def _tuned(post: Posterior) -> dict[str, Any]:
+def _tuned(post: Posterior, since: int) -> dict[str, Any]:
     """Return hyperparameters, and the evidence of the last step of tuning, or the best validation score."""
     last = post.history[-1] if post.history else {}
     found = {"log_evidence": last["log_evidence"]} if "log_evidence" in last else {}
-    if "validation_log_prob" in last:
-        found["validation_log_prob"] = max(step.get("validation_log_prob", -math.inf) for step in post.history)
-    return found | settings(post)
+    scores = [step.get("validation_log_prob", math.nan) for step in post.history[since:]]
+    known = [score for score in scores if not math.isnan(score)]
+    return found | ({"validation_log_prob": max(known)} if known else {}) | settings(post)
 
 
 def _brief(value: Any) -> str:

@@ -44,10 +44,10 @@ def run(args: argparse.Namespace) -> Answer:
         options["validation"] = read_points(args.validation, saved.net, saved.posterior.likelihood)
     if args.temperatures is not None:
         options["temperatures"] = args.temperatures
-    start = time.perf_counter()
+    start, since = time.perf_counter(), len(saved.posterior.history)
     with warnings_told(args.parser.prog) as told:
         saved.posterior.tune(**options)
         saved.posterior._prepare()
     saved = replace(saved, seconds=saved.seconds + time.perf_counter() - start)
     write_posterior(saved, output, overwrite)
-    return described(saved, output, told)
+    return described(saved, output, told, since)

@@ -81,8 +81,10 @@ class FactorizedLikelihood(Likelihood):
 class TemperedLikelihood(FactorizedLikelihood):
     r"""p(y | f) = p₁(y | f / τ): logits under a temperature, as temperature scaling has it (Guo et al. 2017).
 
-    What a subclass writes sees logits f / τ; r and R of f are 1 / τ times theirs. τ is for validation data to choose,
-    ``tune(validation=..., temperatures=...)``: training data, which the network fits, would ask for less and less.
+    ``_log_prob``, ``_residual`` and ``_root`` of a subclass see logits f / τ; r and R of f are 1 / τ times theirs. τ is
+    for validation data to choose, ``tune(validation=..., temperatures=...)``: training data, which the network fits,
+    would ask for less and less. Posteriors whose Λ is kept as it was, after a variational refinement or from training
+    with uncertainty, follow τ in their probabilities alone.
 
     Args:
         temperature: τ.
@@ -104,7 +106,8 @@ class TemperedLikelihood(FactorizedLikelihood):
 
     @temperature.setter
     def temperature(self, value: float | Tensor) -> None:
-        value = torch.as_tensor(value).to(self.raw_temperature)
+        raw = self.raw_temperature
+        value = torch.as_tensor(value, dtype=raw.dtype, device=raw.device)
         if value.numel() != 1 or not (torch.isfinite(value) & (value > 0)).all():
             raise ValueError(f"temperature must be one positive, finite number, but is {value.tolist()}")
         self.initialize(raw_temperature=self.raw_temperature_constraint.inverse_transform(value.view(())))

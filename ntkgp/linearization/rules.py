@@ -134,6 +134,8 @@ def _by_group(equation: str, A: Tensor, G: Tensor, groups: int) -> Tensor:  # ->
 
 # Elementwise operations: the parameter is broadcast against the output
 
+_CACHED = 1 << 18  # numbers
+
 
 def _elementwise(derivative: Callable[[Node, int], Tensor | float], channelwise: bool = False) -> Rule:
     """Make the rule of an operation with an elementwise derivative; ``channelwise`` parameters lie along dim 1."""
@@ -145,14 +147,15 @@ def _elementwise(derivative: Callable[[Node, int], Tensor | float], channelwise:
             aligned = [1, *use.target.shape] + [1] * (len(shape) - 2)
         if use.target.transposed or aligned.pop(axis.dim) != 1:
             raise NoRule
-        summed = [1] + [2 + i for i, size in enumerate(aligned) if size == 1]  # dimensions of one output, (N, T, ...)
+        summed = [2] + [3 + i for i, size in enumerate(aligned) if size == 1]
         d = derivative(node, use.slot)
         if isinstance(d, Tensor):
-            d = axis.examples_first(d.expand(shape))
-            # One output at a time: its product stays in the caches, that of all would go through memory.
-            G = torch.stack([(g * d).sum(summed) for g in G.unbind(1)], dim=1)
+            d = axis.examples_first(d.expand(shape)).unsqueeze(1)
+            # A few outputs at a time: their product stays in the caches, that of all would go through memory.
+            step = max(1, _CACHED // d.numel())
+            G = torch.cat([(g * d).sum(summed) for g in G.split(step, dim=1)], dim=1)
         else:
-            G = (G if d == 1 else G * d).sum([dim + 1 for dim in summed])
+            G = (G if d == 1 else G * d).sum(summed)
         return Dense(G.reshape(*G.shape[:2], -1))
 
     return rule

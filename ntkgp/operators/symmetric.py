@@ -1,6 +1,9 @@
 """A Aᵀ, one triangle of it: BLAS has a routine, which torch does not offer."""
 
+import ctypes
+from collections.abc import Callable
 from functools import cache
+from threading import Lock
 from typing import Any
 
 import torch
@@ -8,8 +11,10 @@ from torch import Tensor
 
 __all__ = ["add_square", "has_square"]
 
-_ROUTINES = {torch.float32: "ssyrk", torch.float64: "dsyrk"}
+_ROUTINES = {torch.float32: ("ssyrk", ctypes.c_float), torch.float64: ("dsyrk", ctypes.c_double)}
 _WORTH_IT = 1 << 24  # multiplications: smaller products take less time than the call
+_AT_ONCE = 1 << 39  # multiplications of a call, some seconds: Python does not look at signals in between
+_LOCK = Lock()  # the number of BLAS's threads is the whole process's
 
 
 def has_square(A: Tensor, K: Tensor) -> bool:  # (n, p), (n, n)
@@ -24,18 +29,41 @@ def add_square(K: Tensor, A: Tensor, alpha: float, fresh: bool) -> None:  # (n, 
     n² p multiplications and additions, half of the whole product. Cut into tiles, torch's products come to 1.2 times as
     much work, each at less than full speed: for a LeNet's 3600 x 12,832 Jacobian 1.2 s where this takes .9 s.
     """
-    routines, threads = _blas()
-    with threads.limit(limits=torch.get_num_threads(), user_api="blas"):
-        # Rows of torch are Fortran's columns: K is its transpose there, and its lower triangle the upper one.
-        getattr(routines, _ROUTINES[A.dtype])(
-            alpha, A.detach().numpy().T, trans=1, beta=0.0 if fresh else 1.0, c=K.numpy().T, lower=0, overwrite_c=1
-        )
+    (n, p), (_, number) = A.shape, _ROUTINES[A.dtype]
+    step = max(1, _AT_ONCE // (n * n))
+    with _LOCK, _threads().limit(limits=torch.get_num_threads(), user_api="blas"):
+        for start in range(0, p, step):
+            beta = 0.0 if fresh and start == 0 else 1.0
+            # Rows of torch are Fortran's columns: K is its transpose there, and its lower triangle the upper one.
+            _syrk(A.dtype)(
+                *(b"U", b"T", _integer(n), _integer(min(step, p - start))),
+                *(ctypes.byref(number(alpha)), A.data_ptr() + start * A.element_size(), _integer(p)),
+                *(ctypes.byref(number(beta)), K.data_ptr(), _integer(n)),
+            )
+
+
+def _integer(value: int) -> Any:
+    return ctypes.byref(ctypes.c_int(value))
 
 
 @cache
-def _blas() -> tuple[Any, Any]:
-    """Return SciPy's BLAS, and what holds it to torch's number of threads; both take a while to import."""
-    from scipy.linalg import blas
+def _syrk(dtype: torch.dtype) -> Callable[..., None]:
+    """Return SciPy's routine as C has it, which other threads do not wait for; its wrapper for Python holds them up."""
+    from scipy.linalg import cython_blas  # slow to import
+
+    capsule = cython_blas.__pyx_capi__[_ROUTINES[dtype][0]]
+    name = ctypes.pythonapi.PyCapsule_GetName
+    name.restype, name.argtypes = ctypes.c_char_p, [ctypes.py_object]
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    kinds = [ctypes.c_char_p] * 2 + [ctypes.c_void_p] * 8
+    return ctypes.CFUNCTYPE(None, *kinds)(pointer(capsule, name(capsule)))
+
+
+@cache
+def _threads() -> Any:
+    """Return what holds BLAS to torch's number of threads."""
     from threadpoolctl import ThreadpoolController
 
-    return blas, ThreadpoolController()
+    _syrk(torch.float32)  # the library has to be there to be found
+    return ThreadpoolController()

@@ -261,19 +261,19 @@ def terms(F1: Features, F2: Features, S: Mapping[str, Covariance]) -> list[Term]
 
 
 def _dense_term(F1: DenseBlock, F2: DenseBlock, S: dict[str, Covariance]) -> Term:
-    everything = len(S) == len(F1.columns)
-    J1 = F1.J if everything else torch.cat([F1.J[..., F1.columns[name]] for name in S], dim=-1)
     s = _common_variance(list(S.values()))
-    if s is not None:
-        if F1 is F2:
-            return DenseTerm(J1, J1, s)
-        J2 = F2.J if everything else torch.cat([F2.J[..., F2.columns[name]] for name in S], dim=-1)
-        return DenseTerm(J1, J2, s)
-    if F1 is F2 and _has_plain_roots(list(S.values())):  # one copy of J, as for J S₀, and half of the product
+    if s is None and F1 is F2 and _has_plain_roots(list(S.values())):  # one copy of J, as for J S₀, half of the product
         J = torch.cat([cov.root().apply(F1.J[..., F1.columns[name]]) for name, cov in S.items()], dim=-1)
         return DenseTerm(J, J, J.new_ones(()))
-    J2 = torch.cat([cov.apply(F2.J[..., F2.columns[name]]) for name, cov in S.items()], dim=-1)
-    return DenseTerm(J1, J2, J2.new_ones(()))
+    J1 = _columns(F1, S)
+    if s is None:
+        J2 = torch.cat([cov.apply(F2.J[..., F2.columns[name]]) for name, cov in S.items()], dim=-1)
+        return DenseTerm(J1, J2, J2.new_ones(()))
+    return DenseTerm(J1, J1 if F1 is F2 else _columns(F2, S), s)
+
+
+def _columns(F: DenseBlock, S: dict[str, Covariance]) -> Tensor:  # (N, C, p)
+    return F.J if len(S) == len(F.columns) else torch.cat([F.J[..., F.columns[name]] for name in S], dim=-1)
 
 
 def _has_plain_roots(S: list[Covariance]) -> bool:

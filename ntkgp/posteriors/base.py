@@ -298,13 +298,13 @@ class Posterior(gpytorch.Module):
         if not hasattr(self.prior, "precision"):
             raise ValueError(f"{type(self.prior).__name__} has no precisions to count parameters by")
         raw = self.prior.raw_precision
-        learnt = raw.requires_grad
-        try:
-            raw.requires_grad_(True)
-            with torch.enable_grad():
-                return -derivative_in_logarithm(self._log_det(), self.prior, "precision")
-        finally:
-            raw.requires_grad_(learnt)
+        with self._constant():
+            try:
+                raw.requires_grad_(True)
+                with torch.enable_grad():
+                    return -derivative_in_logarithm(self._log_det(), self.prior, "precision")
+            finally:
+                raw.requires_grad_(False)
 
     def _log_joint(self, delta: Tensor) -> Tensor:  # ()
         """Return log p(y | f_lin(θ)) − ½ ‖θ − m₀‖²_{S₀⁻¹} at θ = θ* + δ."""

@@ -127,13 +127,20 @@ class SampledPosterior(WeightSpacePosterior):
 
     def _statistics(self) -> Tensor:  # ζ, (S, P)
         def make() -> Tensor:
-            if self._kept is not None:  # as they were loaded
-                found, self._kept = self._kept, None
+            found, self._kept = self._kept, None
+            if found is not None and all(map(torch.equal, self._kept_under, self._all_hyperparameters())):
                 return found
             with torch.no_grad():
                 return self._collect()
 
         return self._current("samples", make)
+
+    def _all_hyperparameters(self) -> list[Tensor]:
+        return [t.detach().clone() for t in (*self.parameters(), *self.buffers())]
+
+    def _keep(self, statistics: Tensor) -> None:
+        """Take over samples that belong to the hyperparameters as they are, those of the prior among them."""
+        self._kept, self._kept_under = statistics, self._all_hyperparameters()
 
     def _collect(self) -> Tensor:  # (S, P)
         """Solve for the samples and, with no further pass over the data, for the Newton step from the mean to θ_⋆."""
@@ -387,7 +394,8 @@ class SampledPosterior(WeightSpacePosterior):
         with torch.no_grad():
             sites = SiteBlocks(torch.cat([root(chunk).values for chunk in self.model]))
         refined = self._at(mode.delta, deepcopy(self.prior), deepcopy(self.likelihood), sites)
-        refined.certificate, refined._kept = mode.certificate, self._statistics()
+        refined.certificate = mode.certificate
+        refined._keep(self._statistics())
         return refined
 
     def tune(self, at: str = "linear_mode", validation: Any = None, **options: Any) -> Self:
@@ -395,6 +403,10 @@ class SampledPosterior(WeightSpacePosterior):
         if validation is not None:
             return super().tune(at, validation, **options)
         from ntkgp.posteriors.em import maximise_expectation
+        from ntkgp.posteriors.tuning import NO_VALIDATION
+
+        if options.pop("temperatures", None) is not None:
+            raise ValueError(NO_VALIDATION)
 
         return maximise_expectation(self, at, **options)
 

@@ -351,9 +351,12 @@ class VariationalPosterior(Posterior):
     def tune(self, at: str | None = None, validation: Any = None, **options: Any) -> Self:
         """Maximise a bound over the hyperparameters, or a score on validation data; see :func:`tune_sparse`."""
         from ntkgp.posteriors.sparse_tuning import tune_sparse
+        from ntkgp.posteriors.tuning import NO_VALIDATION
 
         if validation is not None:
             return super().tune("linear_mode", validation, **options)
+        if options.pop("temperatures", None) is not None:
+            raise ValueError(NO_VALIDATION)
         tune_sparse(self, at, **options)
         return self
 

@@ -82,7 +82,7 @@ def load(path: str | Path, net: nn.Module | Linearization, likelihood: Likelihoo
     Args:
         path: the folder that :func:`save` wrote.
         net: the network it belongs to, with the same weights, or its linearisation.
-        likelihood: needed if it was one of your own.
+        likelihood: needed if it was one of your own; its hyperparameters become those that were saved.
 
     Raises:
         FileNotFoundError: if there is nothing at ``path``.
@@ -186,7 +186,8 @@ def _get_input(tensors: dict[str, Tensor], prefix: str, structure: Any) -> Any:
 
 
 def _statistics(posterior: WeightSpacePosterior) -> dict[str, Tensor]:
-    found = posterior._statistics()
+    with torch.no_grad():
+        found = posterior._statistics()
     if isinstance(found, Tensor):
         return {"statistics": found}
     tensors = {f"kron.G.{name}": block.G for name, block in found.items()}
@@ -239,8 +240,10 @@ def _rebuilt(
     meta: dict[str, Any], tensors: dict[str, Tensor], lin: Linearization, likelihood: Likelihood | None
 ) -> Posterior:
     prior = _load_prior(meta["prior"], _under("prior.", tensors), lin)
-    likelihood = _load_likelihood(meta["likelihood"], _under("likelihood.", tensors), likelihood)
+    likelihood = _made_likelihood(meta["likelihood"], _under("likelihood.", tensors), likelihood)
     likelihood.to(device=lin.device, dtype=lin.dtype)
+    # Files from before there were temperatures have none.
+    likelihood.load_state_dict(likelihood.state_dict() | _under("likelihood.", tensors))
     source: Any = []
     if meta["inputs"] is not None:
         source = Data(_get_input(tensors, "x", meta["inputs"]), tensors["y"], tensors.get("weights"))
@@ -284,7 +287,7 @@ def _load_prior(meta: dict[str, Any], state: dict[str, Tensor], lin: Linearizati
     return prior
 
 
-def _load_likelihood(meta: dict[str, Any], state: dict[str, Tensor], given: Likelihood | None) -> Likelihood:
+def _made_likelihood(meta: dict[str, Any], state: dict[str, Tensor], given: Likelihood | None) -> Likelihood:
     known = {kind.__name__: kind for kind in LIKELIHOODS.values()}
     if given is not None:
         if type(given).__name__ != meta["kind"]:
@@ -295,6 +298,4 @@ def _load_likelihood(meta: dict[str, Any], state: dict[str, Tensor], given: Like
     settings = dict(meta["settings"])
     if meta["kind"] == "Gaussian":
         settings["noise"] = state["raw_noise"].exp()
-    likelihood = known[meta["kind"]](**settings)
-    likelihood.load_state_dict(likelihood.state_dict() | state)  # files from before there were temperatures have none
-    return likelihood
+    return known[meta["kind"]](**settings)

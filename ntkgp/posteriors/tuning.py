@@ -1,7 +1,7 @@
 """Hyperparameters by evidence, or by a score on validation data. The network is not differentiated again."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["hidden", "log_hyperprior", "predictor", "settings", "squared_errors", "tune"]
 
 P = TypeVar("P", bound="Posterior")
+NO_VALIDATION = "temperatures are for validation data to choose from, but validation is None"
 _FAR = 1.0  # nats a target
 _SAMPLES = 256  # a validation point
 _ROUNDS = 20  # evaluations of Λ at the linear mode
@@ -32,7 +33,7 @@ def tune(
     at: str = "linear_mode",
     validation: Any = None,
     grid: Tensor | None = None,
-    temperatures: Tensor | None = None,
+    temperatures: Sequence[float] | Tensor | None = None,
     steps: int = 50,
     curvature_at: str = "map",
     method: str = "gradient",
@@ -76,7 +77,7 @@ def tune(
     if search and method != "fixed_point":
         raise ValueError('search is for method="fixed_point": a line search needs the exact mode')
     if temperatures is not None and validation is None:
-        raise ValueError("temperatures are for validation data to choose from, but validation is None")
+        raise ValueError(NO_VALIDATION)
     before = [(p, p.detach().clone()) for p in posterior.parameters()]
     try:
         if validation is not None:
@@ -240,7 +241,11 @@ def log_hyperprior(posterior: "Posterior") -> Tensor | float:
 
 
 def _on_validation(
-    posterior: "Posterior", validation: Any, grid: Tensor | None, temperatures: Tensor | None, progress: bool | None
+    posterior: "Posterior",
+    validation: Any,
+    grid: Tensor | None,
+    temperatures: Sequence[float] | Tensor | None,
+    progress: bool | None,
 ) -> None:
     prior, likelihood = posterior.prior, posterior.likelihood
     if not hasattr(prior, "precision"):
@@ -250,7 +255,7 @@ def _on_validation(
     source = as_source(validation, posterior.lin, likelihood)
     data = gather(source, posterior.lin, likelihood)
     factors = (torch.logspace(-4, 4, 17) if grid is None else torch.as_tensor(grid)).tolist()
-    heats = [None] if temperatures is None else torch.as_tensor(temperatures).tolist()
+    heats = [None] if temperatures is None else _numbers(temperatures)
     start = prior.precision.detach().clone()
     scores, predict = [], predictor(posterior, data.x)
 
@@ -267,6 +272,13 @@ def _on_validation(
     if all(score != score for score in scores):
         raise RuntimeError("the validation score is not a number for any precision of the grid")
     move(*tried[max(range(len(scores)), key=lambda i: scores[i] if scores[i] == scores[i] else -float("inf"))])
+
+
+def _numbers(temperatures: Sequence[float] | Tensor) -> list[float]:
+    found = temperatures.flatten().tolist() if isinstance(temperatures, Tensor) else list(temperatures)
+    if not found:
+        raise ValueError("temperatures must be one number or more, but is empty")
+    return found
 
 
 def predictor(posterior: "Posterior", x: Input) -> Callable[[], Prediction]:

@@ -49,7 +49,8 @@ class WeightSpacePosterior(Posterior):
         return self
 
     def _prepare(self) -> None:
-        self._statistics()
+        with torch.no_grad():
+            self._statistics()
 
     def _statistics(self) -> Any:
         now = self._curvature_parameters()
@@ -59,6 +60,7 @@ class WeightSpacePosterior(Posterior):
                 f'{type(self.likelihood).__name__}: use method="function", or fix them with requires_grad_(False)'
             )
         if self._kept is None or not all(map(torch.equal, now, self._kept_under)):
+            self._kept = None  # before there are two
             self._keep(self._collected())
         return self._kept
 

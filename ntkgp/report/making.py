@@ -13,6 +13,7 @@ from ntkgp.report.page import Section, Table, drawn
 __all__ = ["group_values", "made"]
 
 _GROUPS = 40  # bars, at most
+_NAMES = {"precision": "prior precision", "noise": "noise variance", "temperature": "temperature"}
 
 
 def made(post: Posterior, seconds: float | None) -> list[Section]:
@@ -69,9 +70,7 @@ def _method(post: Posterior, gamma: dict[str, float] | None, seconds: float | No
     for name, value in settings(post).items():
         values = torch.tensor(value).flatten()
         several = f"{values.min():.4g} to {values.max():.4g} ({len(values)})"
-        found["prior precision" if name == "precision" else "noise variance"] = (
-            f"{values.item():.4g}" if len(values) == 1 else several
-        )
+        found[_NAMES[name]] = f"{values.item():.4g}" if len(values) == 1 else several
     if gamma:
         found["effective parameters"] = f"{sum(gamma.values()):.1f} of {post.lin.num_params}"
     for key, name in (("log_evidence", "log evidence, last step"), ("bound", "bound, last step")):

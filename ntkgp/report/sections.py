@@ -27,6 +27,8 @@ def scores(found: Sequence[Comparison], N: int, plates: Sequence[Plate]) -> Sect
     )
     if any(s.name == "RMSE" for s in found):
         text += " Both have the posterior's noise variance."
+    elif any(s.name == "ECE" for s in found):
+        text += " Both have the likelihood's temperature."
     return Section("Scores", text, Table(rows, ("", "network alone", "posterior", "difference", "")), plates)
 
 

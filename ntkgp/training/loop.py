@@ -221,7 +221,8 @@ class Run:
         tensors, told = file.load()
         known: dict[str, Any] = tensors | json.loads(told["numbers"])
         own = {name.removeprefix("objective."): t for name, t in tensors.items() if name.startswith("objective.")}
-        self.objective.load_state_dict(own)
+        # Checkpoints from before likelihoods had temperatures have none.
+        self.objective.load_state_dict(self.objective.state_dict() | own)
         state: dict[int, dict[str, Any]] = {}
         for name, value in known.items():
             if name.startswith("optimizer."):

@@ -1,5 +1,7 @@
 """One triangle of A Aᵀ, and Gram matrices that are made of it."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from threadpoolctl import ThreadpoolController
@@ -46,19 +48,31 @@ def test_views_foreign_dtypes_and_small_matrices_are_left_to_torch(always, monke
     assert not has_square(A, K)
 
 
-def test_blas_takes_as_many_threads_as_torch(always, monkeypatch):
-    seen, (routines, threads) = [], symmetric._blas()
+def test_blas_takes_as_many_threads_as_torch_and_then_its_own_again(always, monkeypatch):
+    def counts():
+        return [lib.num_threads for lib in ThreadpoolController().select(user_api="blas").lib_controllers]
 
-    class Watched:
-        @staticmethod
-        def ssyrk(*args, **options):
-            seen.extend(lib.num_threads for lib in ThreadpoolController().select(user_api="blas").lib_controllers)
-            return routines.ssyrk(*args, **options)
-
-    monkeypatch.setattr(symmetric, "_blas", lambda: (Watched, threads))
-    add_square(torch.zeros(3, 3), torch.randn(3, 2), 1.0, fresh=True)
+    seen, syrk = [], symmetric._syrk(torch.float32)
+    monkeypatch.setattr(symmetric, "_syrk", lambda dtype: lambda *words: seen.extend(counts()) or syrk(*words))
+    symmetric._threads()
+    before = counts()
+    A, K = torch.randn(3, 2), torch.zeros(4, 3, 3)
+    with ThreadPoolExecutor(4) as pool:  # one after the other: the number is the whole process's
+        list(pool.map(lambda k: add_square(k, A, 1.0, fresh=True), K))
     assert seen
     assert set(seen) == {torch.get_num_threads()}
+    assert counts() == before
+    assert_close(K.tril(), (A @ A.mT).tril().expand(4, 3, 3))
+
+
+def test_long_products_are_taken_in_parts(always, monkeypatch):
+    calls, syrk = [], symmetric._syrk(torch.float64)
+    monkeypatch.setattr(symmetric, "_AT_ONCE", 60)
+    monkeypatch.setattr(symmetric, "_syrk", lambda dtype: lambda *words: calls.append(1) or syrk(*words))
+    A, K = torch.randn(5, 7, dtype=torch.float64), torch.full((5, 5), float("nan"), dtype=torch.float64)
+    add_square(K, A, 2.0, fresh=True)
+    assert len(calls) == 4
+    assert_close(K.tril(), (2 * A @ A.mT).tril())
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
@@ -71,8 +85,8 @@ def test_gram_matrices_of_convolutions_are_the_dense_ones(dtype, tolerance, prio
     S0 = ntkgp.priors.Isotropic(lin, 0.7) if prior == "isotropic" else ntkgp.priors.Grouped(lin)
     if prior == "grouped":
         S0.precision = torch.tensor([0.5, 1.0, 2.0])
-    called, real = [], symmetric._blas
-    monkeypatch.setattr(symmetric, "_blas", lambda: called.append(1) or real())
+    called, real = [], symmetric._syrk
+    monkeypatch.setattr(symmetric, "_syrk", lambda dtype: called.append(1) or real(dtype))
     J = lin.jacobian(x).flatten(0, 1).double()
     truth = J @ S0.covariance().to_dense().double() @ J.mT
     kernel = ntkgp.NTKKernel(lin, S0)

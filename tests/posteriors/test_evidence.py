@@ -5,7 +5,7 @@ from copy import deepcopy
 import gpytorch
 import pytest
 import torch
-from problems import Problem
+from problems import Problem, learnt
 from torch.testing import assert_close
 
 import ntkgp
@@ -19,7 +19,7 @@ METHODS = {"function": {}, "full": {}, "diag": {}, "kron": {}, "low_rank": {"ran
 def test_the_gradient_of_the_evidence_passes_gradcheck(method, likelihood, at, float64):
     problem = Problem("mlp", likelihood, "grouped", n=4)
     post = problem.fit(method, **METHODS[method])
-    parameters = [p for p in post.parameters() if p.requires_grad]
+    parameters = learnt(post)
 
     def evidence(*values):
         with torch.no_grad():
@@ -207,7 +207,7 @@ def test_the_fixed_point_is_where_the_gradient_vanishes(method, likelihood, at, 
     problem = Problem("mlp", likelihood, "isotropic", n=40).informed()
     post = problem.fit(method, **METHODS[method])
     post.tune(at=at, method="fixed_point", steps=200)
-    grads = torch.autograd.grad(post.log_evidence(at), list(post.parameters()))
+    grads = torch.autograd.grad(post.log_evidence(at), learnt(post))
     assert max(g.abs().max() for g in grads) < 1e-4
     counted = sum(post.history[-1]["effective_parameters"])
     assert counted == pytest.approx(post.effective_parameters().sum().item(), rel=1e-4)
@@ -219,7 +219,7 @@ def test_curvature_and_hyperparameters_settle_together(float64):
     post = problem.fit("function").tune(curvature_at="linear_mode")
     there = post._at(post.linear_mode().delta)
     value = post._log_joint(post.linear_mode().delta) - there._log_det() / 2
-    (gradient,) = torch.autograd.grad(value, list(post.parameters()))
+    (gradient,) = torch.autograd.grad(value, learnt(post))
     assert gradient.abs().max() < 1e-4
     assert value.item() == pytest.approx(post.log_evidence(curvature_at="linear_mode").item(), rel=1e-10)
     elsewhere = problem.fit("function").tune()
@@ -264,7 +264,7 @@ def test_the_gradient_holds_for_every_prior(prior, method, likelihood, at, float
     problem = Problem("cnn", likelihood, n=5)
     problem.make_prior = lambda: EVERY_PRIOR[prior](problem.lin)
     post = problem.fit(method)
-    parameters = list(post.parameters())
+    parameters = learnt(post)
     grads = torch.autograd.grad(post.log_evidence(at), parameters)
     start = [p.detach().clone() for p in parameters]
     for _ in range(3):

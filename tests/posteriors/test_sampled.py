@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from problems import Problem
+from problems import Problem, learnt
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
@@ -99,8 +99,7 @@ def test_the_evidence_and_its_gradient_are_estimates_of_the_exact_ones(likelihoo
     assert abs(estimate.value - truth._log_det()) <= 3 * estimate.standard_error
     assert abs(found - exact) <= 2 * estimate.standard_error
     gradients = [
-        torch.cat([g.flatten() for g in torch.autograd.grad(v, list(p.parameters()))])
-        for p, v in ((truth, exact), (post, found))
+        torch.cat([g.flatten() for g in torch.autograd.grad(v, learnt(p))]) for p, v in ((truth, exact), (post, found))
     ]
     error = post.effective_parameters_by_sample().sum(1).std() / 200**0.5
     assert ((gradients[0] - gradients[1]).abs() <= 3 * error).all()

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
 import ntkgp
-from ntkgp.likelihoods import Bernoulli, Categorical
+from ntkgp.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from ntkgp.posteriors.full import FullPosterior
 from ntkgp.posteriors.prediction import Latent, predictive_of
 
@@ -167,3 +167,68 @@ def test_temperatures_need_validation_data_and_a_likelihood_that_has_one(float64
     with pytest.raises(ValueError, match="temperature must be one positive"):
         post.tune(validation=(problem.x, problem.y), temperatures=[2.0, -1.0])
     assert post.likelihood.temperature == 1
+
+
+def test_double_precision_keeps_the_temperature(tmp_path):
+    """Under a default of single precision, which temperatures must not go through."""
+    problem = Problem("mlp", "categorical", "isotropic")
+    lin = ntkgp.Linearization(problem.net.double(), example=problem.x.double())
+    post = ntkgp.fit(lin, (problem.x.double(), problem.y), "categorical", "full", "isotropic", tune=False)
+    post.likelihood.temperature = 1.3
+    assert post.likelihood.temperature.item() == pytest.approx(1.3, rel=1e-14)
+    post.save(tmp_path / "post")
+    assert ntkgp.load(tmp_path / "post", problem.net).likelihood.temperature.item() == pytest.approx(1.3, rel=1e-14)
+    post.tune(validation=(problem.x.double(), problem.y), temperatures=[1.1])
+    assert post.likelihood.temperature.item() == pytest.approx(1.1, rel=1e-14)
+
+
+def test_a_likelihood_that_is_given_takes_over_what_was_saved(tmp_path, float64):
+    problem = Problem("mlp", "categorical")
+    post = problem.fit("full")
+    post.likelihood.temperature = 1.7
+    post.save(tmp_path / "post")
+    loaded = ntkgp.load(tmp_path / "post", problem.net, Categorical())
+    assert_close(loaded.predict(problem.x_new).probs, post.predict(problem.x_new).probs)
+
+
+class Scaled(Likelihood):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(2.0))
+
+    def log_prob(self, y, f):
+        return -(self.scale * (y - f).square()).sum(-1) / 2
+
+
+def test_ones_own_hyperparameters_are_no_hindrance_where_no_gradient_is_asked(tmp_path, float64):
+    problem = Problem("mlp", "gaussian", "isotropic")
+    post = ntkgp.fit(problem.lin, (problem.x, problem.y), Scaled(), "full", problem.make_prior())
+    truth = ntkgp.fit(problem.lin, (problem.x, problem.y), Gaussian(0.5), "full", problem.make_prior())
+    a, b = (each.latent(problem.x_new).covariance_matrix for each in (post, truth))
+    assert_close(a, b, **TIGHT)
+    assert_close(post.effective_parameters(), truth.effective_parameters(), **TIGHT)
+    assert post.likelihood.scale.requires_grad
+    post.save(tmp_path / "post")
+    with torch.no_grad():
+        post.likelihood.scale.fill_(5.0)
+    loaded = ntkgp.load(tmp_path / "post", problem.net, post.likelihood)
+    assert_close(loaded.latent(problem.x_new).covariance_matrix, b, **TIGHT)
+
+
+def test_loaded_samples_belong_to_the_hyperparameters_they_were_saved_under(tmp_path, float64):
+    problem = Problem("mlp", "categorical", "isotropic")
+    post = problem.fit("sampled", num_samples=4)
+    post.save(tmp_path / "post")
+    loaded = ntkgp.load(tmp_path / "post", problem.net)
+    loaded.prior.precision = post.prior.precision = 100.0
+    a, b = (each.latent(problem.x_new).covariance_matrix for each in (loaded, post))
+    assert_close(a, b, rtol=1e-2, atol=1e-6)  # samples are solved for to a tolerance
+
+
+@pytest.mark.parametrize("method", ["sampled", "variational", "function"])
+def test_every_posterior_says_that_temperatures_need_validation_data(method, float64):
+    options = {"num_inducing": 6} if method == "variational" else {}
+    with pytest.raises(ValueError, match="temperatures are for validation data"):
+        Problem("mlp", "categorical").fit(method, **options).tune(temperatures=[1.0])
+    with pytest.raises(ValueError, match="temperatures must be one number or more, but is empty"):
+        Problem("mlp", "categorical").fit(method, **options).tune(validation=(Problem().x_new, LABELS), temperatures=[])
