@@ -31,6 +31,17 @@ class SoftplusPoisson(zoo.Likelihood):
         return (y * rate.log() - rate).sum(-1)
 
 
+class Scaled(zoo.Likelihood):
+    """A user's own with a hyperparameter to learn."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(2.0))
+
+    def log_prob(self, y, f):
+        return -(self.scale * (y - f).square()).sum(-1) / 2
+
+
 @dataclass(frozen=True)
 class Observation:
     name: str

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from observations import BY_NAME, EXACT, OBSERVATIONS, StudentT
+from observations import BY_NAME, EXACT, OBSERVATIONS, Scaled, StudentT
 from torch.testing import assert_close
 
-from ntkgp.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood, Poisson
+from ntkgp.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Poisson
 
 N = 4
 
@@ -126,14 +126,6 @@ def test_samples_have_the_moments(observation, float64):
 
 
 def test_hyperparameters_of_ones_own_likelihood_are_not_tuned_with_half_a_gradient(float64):
-    class Scaled(Likelihood):
-        def __init__(self):
-            super().__init__()
-            self.scale = torch.nn.Parameter(torch.tensor(2.0))
-
-        def log_prob(self, y, f):
-            return -(self.scale * (y - f).square()).sum(-1) / 2
-
     likelihood, y, f = Scaled(), torch.randn(3, 2), torch.randn(3, 2)
     with pytest.raises(NotImplementedError, match="not differentiable in its hyperparameters"):
         likelihood.curvature(y, f)

@@ -4,12 +4,13 @@ import json
 
 import pytest
 import torch
+from observations import Scaled
 from problems import Problem
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
 import ntkgp
-from ntkgp.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from ntkgp.likelihoods import Bernoulli, Categorical, Gaussian
 from ntkgp.posteriors.full import FullPosterior
 from ntkgp.posteriors.prediction import Latent, predictive_of
 
@@ -189,15 +190,6 @@ def test_a_likelihood_that_is_given_takes_over_what_was_saved(tmp_path, float64)
     post.save(tmp_path / "post")
     loaded = ntkgp.load(tmp_path / "post", problem.net, Categorical())
     assert_close(loaded.predict(problem.x_new).probs, post.predict(problem.x_new).probs)
-
-
-class Scaled(Likelihood):
-    def __init__(self):
-        super().__init__()
-        self.scale = torch.nn.Parameter(torch.tensor(2.0))
-
-    def log_prob(self, y, f):
-        return -(self.scale * (y - f).square()).sum(-1) / 2
 
 
 def test_ones_own_hyperparameters_are_no_hindrance_where_no_gradient_is_asked(tmp_path, float64):
