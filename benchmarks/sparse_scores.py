@@ -5,9 +5,10 @@ from torch import Tensor
 
 from ntkgp.report import metrics
 
-__all__ = ["POINTWISE", "TEMPERATURES", "calibration_gap", "paired", "scored"]
+__all__ = ["LINKS", "POINTWISE", "TEMPERATURES", "calibration_gap", "paired", "scored"]
 
 TEMPERATURES = torch.logspace(-0.5, 0.7, 121)
+LINKS = "mc", "probit"  # from latent moments to probabilities
 POINTWISE = "log_prob", "confidence", "hit"  # scores that are kept point by point, for differences
 BINS, RESAMPLED = 15, 1000
 

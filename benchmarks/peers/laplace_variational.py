@@ -88,9 +88,7 @@ def scores(la: VaLLA | ELLA, x: Tensor, y: Tensor) -> dict:
     sure, guess = p.max(-1)
     bins, right = (sure * 15).long().clamp(max=14), (guess == y).double()
     gaps = [(right[bins == b].sum() - sure[bins == b].sum()).abs() for b in range(15)]
-    pointwise = {"log_prob": p[torch.arange(len(y)), y].log().tolist(), "confidence": p.amax(-1).tolist()}
-    pointwise["hit"] = (p.argmax(-1) == y).tolist()
-    return {"nll": nll(p, y), "ece": (sum(gaps) / len(y)).item()} | pointwise
+    return {"nll": nll(p, y), "ece": (sum(gaps) / len(y)).item(), "log_prob": p[torch.arange(len(y)), y].log().tolist()}
 
 
 def choose_precision(la: VaLLA | ELLA, problem: Problem, grid: list[float]) -> float:
