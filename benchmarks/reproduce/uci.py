@@ -16,7 +16,7 @@ import math
 import platform
 import subprocess
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -43,6 +43,7 @@ GP_VALUES = 6000  # how many latent values, points times outputs, the GP column 
 DECADES = (0.01, 0.1, 1.0, 10.0, 100.0)
 HALF_DECADES = tuple(np.logspace(-2, 2, 9).round(4).tolist())
 QUARTERS = (1.7783, 5.6234, 17.7828)  # where the validation NLL turns, between half decades
+REFINED = {"GLM refine": "GLM", "GLM refine diag": "GLM diag"}
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,7 @@ class Task:
     sampled: tuple[float, ...] = HALF_DECADES  # of BNN, some of ``full``
     mean_field: tuple[float, ...] = DECADES
     refined: int = 2  # how many precisions, the best by validation, are refined
-    refined_from: int = 0  # the first split with refinements
     refine_options: tuple[tuple[str, float], ...] = (("tolerance", 1e-3), ("max_steps", 20))
-    splits: int = 10
     batch: int | None = None  # of the training of MAP and MFVI; None for all points
     inducing: int = 100  # values of the variational column
 
@@ -76,9 +75,7 @@ LARGE = MEDIUM | {
     "precisions": HALF_DECADES[2:],
     "full": HALF_DECADES[4:8],
     "sampled": HALF_DECADES[4:8],
-    "splits": 4,
     "batch": 512,
-    "refined_from": 3,
 }
 TASKS = {
     "australian": Task("australian"),
@@ -260,8 +257,11 @@ def mean_field_prediction(posterior: tuple[Layers, Layers], s: int, likelihood: 
 # One split
 
 
-def run(split: Split, task: Task, seed: int, refine: bool, known: dict) -> dict:
-    """Return the scores of every method at every precision, and what they took; ``known`` ones are not made again."""
+def run(split: Split, task: Task, seed: int, known: dict, pooled: dict[str, float]) -> dict:
+    """Return the scores of every method at every precision, and what they took; ``known`` ones are not made again.
+
+    Refined are the best precisions of this split, and those ``pooled``, by base, that are best over all splits.
+    """
     torch.manual_seed(seed)
     C = 1 if split.num_classes == 2 else split.num_classes
     likelihood = Bernoulli() if C == 1 else Categorical()
@@ -306,12 +306,26 @@ def run(split: Split, task: Task, seed: int, refine: bool, known: dict) -> dict:
             add("GP", precision, posterior(precision, "function", subset=subset))
     for precision in found.missing("variational", task.full):
         add("variational", precision, posterior(precision, "variational", num_inducing=task.inducing, seed=seed))
-    for name, base, method in (("GLM refine", "GLM", exact), ("GLM refine diag", "GLM diag", "diag")):
-        for precision in found.missing(name, found.best(base, task.refined if refine else 0)):
+    for name, base in REFINED.items():
+        method = exact if base == "GLM" else "diag"
+        for precision in found.missing(name, to_refine(task, found, base, pooled)):
             add(name, precision, posterior(precision, method).refine("variational", **dict(task.refine_options)))
     sizes = {"train": N, "valid": len(split.valid[1]), "test": len(split.test[1]), "parameters": P, "outputs": C}
     how = {"sizes": sizes, "gp_points": points, "space": exact}
     return how | {"seconds": clock.seconds, "scores": found.table}
+
+
+def to_refine(task: Task, found: "Scores", base: str, pooled: dict[str, float]) -> list[float]:
+    """Return the precisions that are refined: the best of this split, and the best over all of them."""
+    return [*dict.fromkeys([*found.best(base, task.refined), *([pooled[base]] if base in pooled else [])])]
+
+
+def complete(task: Task, found: "Scores", pooled: dict[str, float]) -> bool:
+    """Say whether nothing is missing."""
+    grids = {"MFVI": task.mean_field, "GLM diag": task.precisions, "GLM": task.full, "variational": task.full}
+    if any(found.missing(method, precisions) for method, precisions in grids.items()):
+        return False
+    return not any(found.missing(name, to_refine(task, found, base, pooled)) for name, base in REFINED.items())
 
 
 def certificate(posterior: Posterior) -> dict[str, dict]:
@@ -360,38 +374,53 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("../shared/data"))
     parser.add_argument("--datasets", default=",".join(TASKS))
-    parser.add_argument("--splits", type=int, default=len(SEEDS), help="at most so many; large data sets have fewer")
+    parser.add_argument("--splits", type=int, default=len(SEEDS), help="at most so many")
     parser.add_argument("--out", type=Path, default=Path("docs/results/uci"))
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # under a precision of 100 gradients vanish, and denormal numbers are slow
     (args.out / "splits").mkdir(parents=True, exist_ok=True)
-    for name, k in jobs(args.datasets.split(","), args.splits):
-        task, path = TASKS[name], args.out / "splits" / f"{name}_{k}.json"
-        plan = repr(task)
-        known = json.loads(path.read_text()) if path.exists() else {}
-        if known.get("plan") == plan:
-            continue
-        began = time.perf_counter()
-        found = run(split_of(args.data, task, SEEDS[k]), task, SEEDS[k], k >= task.refined_from, known)
-        record = {"dataset": name, "split": k, "seed": SEEDS[k], "dtype": str(task.dtype), "plan": plan, **where()}
-        record["commit"] = ", ".join(dict.fromkeys([*known.get("commit", "").split(", "), record["commit"]])).strip(
-            ", "
-        )
-        path.write_text(json.dumps(record | found, indent=1))
-        chosen = {m: min(rows.values(), key=lambda row: row["valid"]["nll"]) for m, rows in found["scores"].items()}
-        told = "  ".join(f"{m} {row['valid']['nll']:.3f}" for m, row in chosen.items())
-        print(f"{name} {k}: {time.perf_counter() - began:.0f} s; validation NLL: {told}", flush=True)
+    names, ks = args.datasets.split(","), range(args.splits)
+    for pooling in (False, True):
+        for name in names:
+            pooled = best_over_splits(args.out, name) if pooling else {}
+            for k in ks:
+                one(args, name, k, pooled)
     write_report(args.out)
 
 
-def jobs(names: list[str], splits: int) -> Iterator[tuple[str, int]]:
-    """Yield data sets one after the other; those with fewer splits last, by turns, so that they share the time left."""
-    for name in names:
-        if TASKS[name].splits == len(SEEDS):
-            yield from ((name, k) for k in range(splits))
-    for k in range(splits):
-        yield from ((name, k) for name in names if k < TASKS[name].splits < len(SEEDS))
+def one(args: argparse.Namespace, name: str, k: int, pooled: dict[str, float]) -> None:
+    """Make what a split does not have yet."""
+    task, path = TASKS[name], path_of(args.out, name, k)
+    known = json.loads(path.read_text()) if path.exists() else {}
+    if complete(task, Scores(known.get("scores", {})), pooled):
+        return
+    began = time.perf_counter()
+    found = run(split_of(args.data, task, SEEDS[k]), task, SEEDS[k], known, pooled)
+    record = {"dataset": name, "split": k, "seed": SEEDS[k], "dtype": str(task.dtype), **where()}
+    commits = [*known.get("commit", "").split(", "), record["commit"]]
+    record["commit"] = ", ".join(dict.fromkeys(commits)).strip(", ")
+    path.write_text(json.dumps(record | found, indent=1))
+    chosen = {m: min(rows.values(), key=lambda row: row["valid"]["nll"]) for m, rows in found["scores"].items()}
+    told = "  ".join(f"{m} {row['valid']['nll']:.3f}" for m, row in chosen.items())
+    print(f"{name} {k}: {time.perf_counter() - began:.0f} s; validation NLL: {told}", flush=True)
+
+
+def path_of(out: Path, name: str, k: int) -> Path:
+    return out / "splits" / f"{name}_{k}.json"
+
+
+def best_over_splits(out: Path, name: str) -> dict[str, float]:
+    """Return the precision of each base with the lowest validation NLL in the mean over all splits; {} before then."""
+    paths = [path_of(out, name, k) for k in range(len(SEEDS))]
+    if not all(path.exists() for path in paths):
+        return {}
+    splits = [Scores(json.loads(path.read_text())["scores"]) for path in paths]
+    found = {}
+    for base in REFINED.values():
+        shared = set.intersection(*(set(split.table[base]) for split in splits))
+        found[base] = min(shared, key=lambda p: sum(split.table[base][p]["valid"]["nll"] for split in splits))
+    return found
 
 
 def where() -> dict[str, str]:
