@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ntkgp.linearization import Features
 from ntkgp.linearization.layout import ParameterLayout
+from ntkgp.operators.symmetric import add_square, has_square, mirror
 
 __all__ = ["full_ggn"]
 
@@ -15,7 +16,7 @@ _BYTES = 256 << 20  # of dense Jacobians at a time
 def full_ggn(
     F: Features, weigh: Callable[[Tensor, slice], Tensor], layout: ParameterLayout, out: Tensor
 ) -> Tensor:  # (P, P)
-    """Add Σ_n J_nᵀ Λ_n J_n of these examples to ``out``: N C P² multiplications.
+    """Add Σ_n J_nᵀ Λ_n J_n of these examples to ``out``, symmetric itself: ½ N C P² multiplications.
 
     Args:
         F: the factored Jacobian.
@@ -28,5 +29,9 @@ def full_ggn(
     for start in range(0, F.num_examples, step):
         some = slice(start, start + step)
         J = weigh(F[some].jacobian(layout), some).flatten(0, 1)
-        out.addmm_(J.mT, J)
+        if has_square(J.mT, out):
+            add_square(out, J.mT, alpha=1.0, fresh=False)
+        else:
+            out.addmm_(J.mT, J)
+    mirror(out)
     return out

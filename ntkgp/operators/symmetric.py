@@ -1,4 +1,4 @@
-"""A Aᵀ, one triangle of it: BLAS has a routine, which torch does not offer."""
+"""A Aᵀ and Aᵀ A, one triangle of it: BLAS has a routine, which torch does not offer."""
 
 import ctypes
 from collections.abc import Callable
@@ -9,18 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["add_square", "has_square"]
+__all__ = ["add_square", "has_square", "mirror"]
 
 _ROUTINES = {torch.float32: ("ssyrk", ctypes.c_float), torch.float64: ("dsyrk", ctypes.c_double)}
 _WORTH_IT = 1 << 24  # multiplications: smaller products take less time than the call
 _AT_ONCE = 1 << 39  # multiplications of a call, some seconds: Python does not look at signals in between
+_MIRROR = 500  # side of the squares that are transposed at a time
 _LOCK = Lock()  # the number of BLAS's threads is the whole process's
 
 
 def has_square(A: Tensor, K: Tensor) -> bool:  # (n, p), (n, n)
-    """Say whether :func:`add_square` can, and is worth its call: on the CPU, for matrices as they lie in memory."""
-    plain = all(t.device.type == "cpu" and t.is_contiguous() and t.dtype in _ROUTINES for t in (A, K))
-    return plain and A.dtype == K.dtype and A.numel() * len(A) >= _WORTH_IT
+    """Say whether :func:`add_square` can, and is worth its call: on the CPU, A or Aᵀ as it lies in memory."""
+    lies = K.is_contiguous() and (A.is_contiguous() or A.mT.is_contiguous())
+    plain = all(t.device.type == "cpu" and t.dtype in _ROUTINES for t in (A, K))
+    return lies and plain and A.dtype == K.dtype and A.numel() * len(A) >= _WORTH_IT
 
 
 def add_square(K: Tensor, A: Tensor, alpha: float, fresh: bool) -> None:  # (n, n), (n, p)
@@ -30,16 +32,27 @@ def add_square(K: Tensor, A: Tensor, alpha: float, fresh: bool) -> None:  # (n, 
     much work, each at less than full speed: for a LeNet's 3600 x 12,832 Jacobian 1.2 s where this takes .9 s.
     """
     (n, p), (_, number) = A.shape, _ROUTINES[A.dtype]
+    form, apart, width = (b"T", p, 1) if A.is_contiguous() else (b"N", n, n)  # Fortran's strides, of rows and of parts
     step = max(1, _AT_ONCE // (n * n))
     with _LOCK, _threads().limit(limits=torch.get_num_threads(), user_api="blas"):
         for start in range(0, p, step):
             beta = 0.0 if fresh and start == 0 else 1.0
             # Rows of torch are Fortran's columns: K is its transpose there, and its lower triangle the upper one.
             _syrk(A.dtype)(
-                *(b"U", b"T", _integer(n), _integer(min(step, p - start))),
-                *(ctypes.byref(number(alpha)), A.data_ptr() + start * A.element_size(), _integer(p)),
+                *(b"U", form, _integer(n), _integer(min(step, p - start))),
+                *(ctypes.byref(number(alpha)), A.data_ptr() + start * width * A.element_size(), _integer(apart)),
                 *(ctypes.byref(number(beta)), K.data_ptr(), _integer(n)),
             )
+
+
+def mirror(K: Tensor) -> None:  # (n, n)
+    """Write the lower triangle of K to the upper one."""
+    squares = [slice(start, start + _MIRROR) for start in range(0, len(K), _MIRROR)]
+    for i, rows in enumerate(squares):
+        for cols in squares[:i]:
+            K[cols, rows] = K[rows, cols].mT
+        here = K[rows, rows]
+        here.copy_(here.tril() + here.tril(-1).mT)
 
 
 def _integer(value: int) -> Any:

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 import ntkgp
 from ntkgp.operators import symmetric
-from ntkgp.operators.symmetric import add_square, has_square
+from ntkgp.operators.symmetric import add_square, has_square, mirror
 
 DTYPES = [(torch.float32, 1e-5), (torch.float64, 1e-12)]
 
@@ -21,9 +21,11 @@ def always(monkeypatch):
 
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
 @pytest.mark.parametrize("fresh", [True, False])
-def test_the_lower_triangle_is_written_and_nothing_else(dtype, tolerance, fresh, always):
+@pytest.mark.parametrize("transposed", [True, False])
+def test_the_lower_triangle_is_written_and_nothing_else(dtype, tolerance, fresh, transposed, always):
     torch.manual_seed(0)
     A, K = torch.randn(7, 5, dtype=dtype), torch.randn(7, 7, dtype=dtype)
+    A = A.mT.contiguous().mT if transposed else A
     before = K.clone()
     assert has_square(A, K)
     add_square(K, A, 0.3, fresh)
@@ -40,7 +42,9 @@ def test_what_was_there_does_not_count_if_fresh(always):
 
 def test_views_foreign_dtypes_and_small_matrices_are_left_to_torch(always, monkeypatch):
     A, K = torch.randn(6, 4), torch.zeros(6, 6)
-    assert not has_square(A.mT.contiguous().mT, K)
+    assert has_square(A, K)
+    assert has_square(A.mT.contiguous().mT, K)
+    assert not has_square(torch.randn(6, 8)[:, ::2], K)
     assert not has_square(A, torch.zeros(6, 7)[:, :6])
     assert not has_square(A.half(), K)
     assert not has_square(A.double(), K)
@@ -65,14 +69,46 @@ def test_blas_takes_as_many_threads_as_torch_and_then_its_own_again(always, monk
     assert_close(K.tril(), (A @ A.mT).tril().expand(4, 3, 3))
 
 
-def test_long_products_are_taken_in_parts(always, monkeypatch):
+@pytest.mark.parametrize("transposed", [True, False])
+def test_long_products_are_taken_in_parts(transposed, always, monkeypatch):
     calls, syrk = [], symmetric._syrk(torch.float64)
     monkeypatch.setattr(symmetric, "_AT_ONCE", 60)
     monkeypatch.setattr(symmetric, "_syrk", lambda dtype: lambda *words: calls.append(1) or syrk(*words))
     A, K = torch.randn(5, 7, dtype=torch.float64), torch.full((5, 5), float("nan"), dtype=torch.float64)
+    A = A.mT.contiguous().mT if transposed else A
     add_square(K, A, 2.0, fresh=True)
     assert len(calls) == 4
     assert_close(K.tril(), (2 * A @ A.mT).tril())
+
+
+def test_the_lower_triangle_is_mirrored_square_by_square(monkeypatch):
+    monkeypatch.setattr(symmetric, "_MIRROR", 3)
+    torch.manual_seed(0)
+    K = torch.randn(8, 8)
+    lower = K.tril()
+    K[torch.ones(8, 8).triu(1).bool()] = float("nan")
+    mirror(K)
+    assert torch.equal(K, lower + lower.tril(-1).mT)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+def test_curvature_is_that_of_the_dense_jacobian(dtype, tolerance, always, monkeypatch):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3)).to(dtype)
+    x, y = torch.randn(9, 4, dtype=dtype), torch.randint(3, (9,))
+    called, real = [], symmetric._syrk
+    monkeypatch.setattr(symmetric, "_syrk", lambda dtype: called.append(1) or real(dtype))
+    lin = ntkgp.Linearization(net, example=x)
+    post = ntkgp.fit(lin, (x, y), "categorical", "full", ntkgp.priors.Isotropic(lin, 2.0))
+    J, p = lin.jacobian(x).double(), net(x).softmax(-1).detach().double()
+    curvature = torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2)
+    H = torch.einsum("ncp,ncd,ndq->pq", J, curvature, J)
+    Sigma = torch.linalg.inv(H + 2 * torch.eye(len(H), dtype=torch.float64))
+    truth = J @ Sigma @ J.mT
+    found = post.latent(x).covariance_matrix
+    assert called
+    assert found.dtype == dtype
+    assert_close(found.double(), truth, rtol=tolerance, atol=tolerance * truth.abs().max().item())
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
