@@ -39,6 +39,7 @@ PAPER = {  # Table 1 of the paper: test NLL and its standard error, in the order
         *((0.327, 0.002), (0.227, 0.002), (0.248, 0.002)),
     ),
 }
+TWO_DIGITS = ("australian", "cancer", "ionosphere", "glass")  # in the paper
 _PALETTE = "#000000 #999999 #D55E00 #0072B2 #56B4E9 #009E73 #E69F00 #CC79A7 #882255"
 COLOURS = dict(zip(METHODS, _PALETTE.split(), strict=True))
 
@@ -59,10 +60,10 @@ class Figure:
     def __str__(self) -> str:
         return f"{self.mean:.3f}" + ("" if math.isnan(self.error) else f" ± {self.error:.3f}")
 
-    def within(self, other: "Figure", errors: float) -> bool:
+    def within(self, other: "Figure", errors: float, digits: int = 3) -> bool:
         """Tell whether this is lower than the other, or higher by at most so many combined standard errors."""
         own = 0.0 if math.isnan(self.error) else self.error
-        return round(self.mean, 3) <= round(other.mean + errors * math.hypot(own, other.error), 3)
+        return round(self.mean, digits) <= round(other.mean + errors * math.hypot(own, other.error), digits)
 
 
 @dataclass(frozen=True)
@@ -193,11 +194,12 @@ def verdict(every: list[Results], together: bool = False) -> str:
         " paper's best | mean as good | within 2 s.e. |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    met = {"glm": 0, "mean": 0, "error": 0}
+    met, as_told = {"glm": 0, "mean": 0, "error": 0}, 0
     for r in every:
         winner, theirs, (best, bar) = r.winner(together), paper(r.name, "GLM"), r.best_of_paper
         ours, picked = (r.figure(m, together=together) for m in ("GLM", winner))
         checks = {"glm": ours.within(theirs, 2), "mean": picked.within(bar, 0), "error": picked.within(bar, 2)}
+        as_told += picked.within(bar, 0, 2 if r.name in TWO_DIGITS else 3)
         met = {key: met[key] + checks[key] for key in met}
         hint = " (one split, no s.e.)" if len(r.splits) == 1 else ""
         said = {key: ("yes" if ok else "**no**") + hint for key, ok in checks.items()}
@@ -211,7 +213,7 @@ def verdict(every: list[Results], together: bool = False) -> str:
         f"(bar: 7 of 8). The method chosen by validation, one for each data set, against the paper's best column: "
         f"its mean is at least as good on **{met['mean']} of {n}** (bar: 8 of 8), and within two combined standard "
         f"errors or better on **{met['error']} of {n}**. Means are compared to three digits; the paper gives two for "
-        "the first four data sets."
+        f"the first four data sets, and to the digits it gives our mean is at least as good on **{as_told} of {n}**."
     )
     return "\n".join(lines)
 
