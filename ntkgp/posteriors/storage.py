@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -151,6 +151,16 @@ def _described(posterior: Posterior) -> tuple[dict[str, Any], dict[str, Tensor]]
     return meta, tensors
 
 
+class _Streamed:
+    """In the place of training data that were a stream, and are not in the file."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise ValueError(
+            "this posterior was loaded without its training data, which were a stream: it predicts, but what needs "
+            "another pass over the data needs another fit"
+        )
+
+
 def _put_input(tensors: dict[str, Tensor], prefix: str, x: Any) -> Any:
     """Store the tensors of an input; return its structure."""
     tensors |= {f"{prefix}.{i}": leaf for i, leaf in enumerate(leaves(x))}
@@ -244,7 +254,7 @@ def _rebuilt(
     likelihood.to(device=lin.device, dtype=lin.dtype)
     # Files from before there were temperatures have none.
     likelihood.load_state_dict(likelihood.state_dict() | _under("likelihood.", tensors))
-    source: Any = []
+    source: Any = _Streamed()
     if meta["inputs"] is not None:
         source = Data(_get_input(tensors, "x", meta["inputs"]), tensors["y"], tensors.get("weights"))
     model = LinearModel(lin, source, likelihood, meta["memory_budget"])

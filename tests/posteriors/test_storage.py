@@ -8,6 +8,7 @@ from observations import SoftplusPoisson
 from problems import Problem
 from torch import nn
 from torch.testing import assert_close
+from torch.utils.data import DataLoader, TensorDataset
 
 import ntkgp
 
@@ -131,3 +132,18 @@ def test_a_likelihood_of_ones_own_comes_with_the_call(tmp_path, float64):
         ntkgp.load(tmp_path / "post", problem.net)
     loaded = ntkgp.load(tmp_path / "post", problem.net, SoftplusPoisson())
     assert_close(loaded.latent(problem.x_new).covariance_matrix, post.latent(problem.x_new).covariance_matrix)
+
+
+def test_a_posterior_of_a_stream_predicts_without_its_data_and_says_what_it_cannot_do(tmp_path, float64):
+    problem = Problem("mlp", "categorical")
+    loader = DataLoader(TensorDataset(problem.x, problem.y), batch_size=3)
+    post = ntkgp.fit(problem.lin, loader, "categorical", "diag", problem.make_prior())
+    post.save(tmp_path / "post")
+    loaded = ntkgp.load(tmp_path / "post", problem.net)
+    found, truth = loaded.latent(problem.x_new), post.latent(problem.x_new)
+    assert_close(found.covariance_matrix, truth.covariance_matrix, rtol=1e-12, atol=0)
+    with pytest.raises(ValueError, match="without its training data, which were a stream"):
+        loaded.refine()
+    loaded.likelihood.temperature = 2.0
+    with pytest.raises(ValueError, match="without its training data, which were a stream"):
+        loaded.latent(problem.x_new)
