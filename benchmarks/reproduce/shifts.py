@@ -38,6 +38,16 @@ GRID = torch.logspace(-1, 4, 21)
 SUBSET = {"mnist": 200, "cifar": 50}
 SUBNETWORK = 1000
 SAMPLES = 100
+STYLES = {  # by method: colour and line; dashed where there is no posterior of ours
+    "MAP": ("#000000", ".--"),
+    "ensemble": ("#999999", ".--"),
+    "dropout": ("#E69F00", ".--"),
+    "SWAG": ("#CC79A7", ".--"),
+    "diag": ("#56B4E9", ".-"),
+    "last layer": ("#009E73", ".-"),
+    "subnetwork": ("#D55E00", ".-"),
+    "GP": ("#0072B2", ".-"),
+}
 Predict = Callable[[Tensor], Tensor]
 
 
@@ -165,12 +175,13 @@ def report(out: Path) -> str:
     """Return the tables, and draw the curves."""
     lines = ["# Distribution shift", "", "`make reproduce-shifts`; means over all steps of a drift, and the last.", ""]
     for which in PROBLEMS:
-        runs = {run["method"]: run for run in (json.loads(p.read_text()) for p in sorted(out.glob(f"{which}-*.json")))}
+        found = {run["method"]: run for run in (json.loads(p.read_text()) for p in out.glob(f"{which}-*.json"))}
+        runs = {name: found[name] for name in STYLES if name in found}
         if not runs:
             continue
         drifts = list(next(iter(runs.values()))["drifts"])
         figure, axes = plt.subplots(
-            2, len(drifts), figsize=(1.2 + 2.4 * len(drifts), 4.4), sharex="col", squeeze=False, layout="constrained"
+            2, len(drifts), figsize=(2.4 + 2.4 * len(drifts), 4.4), sharex="col", squeeze=False, layout="constrained"
         )
         for column, drift in enumerate(drifts):
             lines += [
@@ -185,7 +196,7 @@ def report(out: Path) -> str:
                 chosen = ", ".join(f"{key} {value:.3g}" for key, value in found["chosen"].items())
                 lines.append(f"| {name} | {' | '.join(cells)} | {chosen} |")
                 for ax, key in zip(axes[:, column], ("nll", "ece"), strict=True):
-                    ax.plot(s["steps"], s[key], ".-", linewidth=0.9, label=name)
+                    ax.plot(s["steps"], s[key], STYLES[name][1], color=STYLES[name][0], linewidth=1, label=name)
             axes[0, column].set(title=drift)
             axes[1, column].set(xlabel="degrees" if drift == "rotation" else "severity")
             lines.append("")
@@ -193,11 +204,11 @@ def report(out: Path) -> str:
         axes[1, 0].set(ylabel="ECE")
         for ax in axes.flat:
             ax.spines[["top", "right"]].set_visible(False)
-        axes[0, -1].legend(frameon=False, fontsize=7)
+        axes[0, -1].legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
         figure.savefig(out / f"{which}.png", dpi=150)
         plt.close(figure)
-        origins = sorted({f"{run['machine']}, commit {run['commit']}" for run in runs.values()})
-        lines += [f"![{which}]({which}.png)", "", *origins, ""]
+        machines, commits = (", ".join(sorted({run[key] for run in runs.values()})) for key in ("machine", "commit"))
+        lines += [f"![{which}]({which}.png)", "", f"{machines}; commits {commits}.", ""]
     text = "\n".join(lines)
     (out / "shifts.md").write_text(text)
     return text
