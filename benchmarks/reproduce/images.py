@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from functools import cached_property
 from pathlib import Path
 
 import matplotlib as mpl
@@ -41,7 +42,7 @@ PAPER = {  # FashionMNIST: accuracy, NLL, ECE, OOD-AUC
 DECAYS = (1e-4, 3e-4, 1e-3)
 EPOCHS = {"fashion_mnist": 12, "mnist": 6}
 BATCH, ENSEMBLE, SAMPLES = 128, 3, 100
-FACTORS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0)  # of the precision that the weight decay means, for processes
+FACTORS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)  # of the precision that the weight decay means
 VALIDATED = 1000  # validation images on which a precision is chosen
 TUNED = 800  # larger subsets take the precision chosen with this one: five more factorisations would take half an hour
 
@@ -141,14 +142,12 @@ class Trained:
         self.test, self.outside = images(data, inside, "test"), images(data, OTHER[inside], "test")[0]
         self.networks = Networks(cache / inside, *self.train, EPOCHS[inside])
 
-    @property
+    @cached_property
     def decay(self) -> float:
         """The weight decay with the best validation NLL."""
-        if not hasattr(self, "_decay"):
-            x, y = self.valid
-            found = {d: nll(probabilities(self.networks.get(f"map-{d:g}", lenet, d, seed=0), x), y) for d in DECAYS}
-            self._decay = min(found, key=found.__getitem__)
-        return self._decay
+        x, y = self.valid
+        found = {d: nll(probabilities(self.networks.get(f"map-{d:g}", lenet, d, seed=0), x), y) for d in DECAYS}
+        return min(found, key=found.__getitem__)
 
     @property
     def net(self) -> nn.Module:
@@ -182,8 +181,9 @@ class Trained:
 
         return predict, {"samples": SAMPLES // 5}
 
-    def swag(self) -> tuple:
-        """Gaussian with the mean and the diagonal variance of weights along constant-rate SGD (Maddox et al. 2019)."""
+    @cached_property
+    def path(self) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of weights along constant-rate SGD (Maddox et al. 2019)."""
         net = deepcopy(self.net)
         optimizer = torch.optim.SGD(net.parameters(), 0.02, momentum=0.9, weight_decay=self.decay)
         generator = torch.Generator().manual_seed(0)
@@ -198,9 +198,12 @@ class Trained:
                 if i % 40 == 0:
                     theta = nn.utils.parameters_to_vector(net.parameters()).detach()
                     moments = [moments[0] + theta, moments[1] + theta**2, moments[2] + 1]
-        net.eval()
         mean = moments[0] / moments[2]
-        std = (moments[1] / moments[2] - mean**2).clamp(min=0).sqrt()
+        return mean, (moments[1] / moments[2] - mean**2).clamp(min=0).sqrt()
+
+    def swag(self) -> tuple:
+        """Average over weights from the Gaussian with the mean and the diagonal variance of the path."""
+        (mean, std), net = self.path, deepcopy(self.net)
 
         def predict(x: Tensor) -> Tensor:
             draws, total = torch.Generator().manual_seed(0), 0.0
@@ -238,10 +241,10 @@ class Table2(Trained):
                 predict, choice = method()
                 return scores(predict(self.test[0]), self.test[1], predict(self.outside)) | choice
 
-            found = kept(self.path(name), work)
+            found = kept(self.place(name), work)
             print(name, {k: round(v, 4) for k, v in found.items() if isinstance(v, float)}, flush=True)
 
-    def path(self, name: str) -> Path:
+    def place(self, name: str) -> Path:
         """Return where a method's scores are."""
         return self.out / f"{name.replace(' ', '_')}.json"
 
@@ -293,7 +296,7 @@ class Table2(Trained):
         """The mean is the network's, the covariance that of M images."""
         post = self.function_space(M)
         if M > TUNED:
-            factor = json.loads(self.path(f"GP {TUNED}").read_text())["precision factor"]
+            factor = json.loads(self.place(f"GP {TUNED}").read_text())["precision factor"]
             post.prior.precision = self.precision * factor
         else:
             post.tune(validation=self.validated, grid=torch.tensor(FACTORS), progress=False)
@@ -313,7 +316,7 @@ class Table2(Trained):
 
     def report(self, inside: str) -> str:
         """Return the table of what has been scored, and draw the entropies."""
-        found = {name: self.path(name) for name, _ in self.methods()}
+        found = {name: self.place(name) for name, _ in self.methods()}
         found = {name: json.loads(path.read_text()) for name, path in found.items() if path.exists()}
         lines = ["| method | accuracy | NLL | ECE | OOD-AUC | chosen on validation |", "|---|---|---|---|---|---|"]
         for name, s in found.items():

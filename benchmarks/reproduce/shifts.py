@@ -46,6 +46,7 @@ STYLES = {  # by method: colour and line; dashed where there is no posterior of 
     "diag": ("#56B4E9", ".-"),
     "last layer": ("#009E73", ".-"),
     "subnetwork": ("#D55E00", ".-"),
+    "subnetwork by SWAG": ("#882255", ".-"),
     "GP": ("#0072B2", ".-"),
 }
 Predict = Callable[[Tensor], Tensor]
@@ -120,7 +121,14 @@ class MNIST:
         yield "ensemble", here.ensemble
         yield "dropout", here.dropout
         yield "SWAG", here.swag
-        yield from posteriors("mnist", here.net, here.train, tuple(part[:1000] for part in here.valid))
+        valid = tuple(part[:1000] for part in here.valid)
+        yield from posteriors("mnist", here.net, here.train, valid)
+
+        def by_swag() -> tuple:
+            chosen = ntkgp.posteriors.subnetworks.SwagVariance(SUBNETWORK, here.path[1] ** 2)
+            return laplace(here.net, here.train, valid, "subnetwork", subnetwork=chosen)
+
+        yield "subnetwork by SWAG", by_swag
 
 
 class CIFAR:
