@@ -99,6 +99,8 @@ class Posterior(gpytorch.Module):
     def _covariance_times(self, v: Tensor) -> Tensor:  # (S, P) -> (S, P)
         """Return Σ v."""
 
+    _moves_cheaply = False  # whether other hyperparameters cost little beside a batch of predictions
+
     @property
     def _options(self) -> dict[str, Any]:
         """What else the constructor takes."""

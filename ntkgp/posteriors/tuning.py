@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from ntkgp.evidence import derivative_in_logarithm, maximise, noise_step, precision_step
 from ntkgp.likelihoods import Gaussian, Likelihood, TemperedLikelihood
 from ntkgp.linearization.inputs import Input, batch_size
-from ntkgp.posteriors.data import as_source, gather
+from ntkgp.posteriors.data import Data, as_source, gather
 from ntkgp.posteriors.prediction import Prediction, predictive_of
 
 if TYPE_CHECKING:
@@ -257,21 +257,42 @@ def _on_validation(
     factors = (torch.logspace(-4, 4, 17) if grid is None else torch.as_tensor(grid)).tolist()
     heats = [None] if temperatures is None else _numbers(temperatures)
     start = prior.precision.detach().clone()
-    scores, predict = [], predictor(posterior, data.x)
+    parts = _parts(posterior, data)
+    whole = [(predictor(posterior, data.x), data.y)] if len(parts) == 1 else None
+    scores: list[float] = []
 
     def move(heat: float | None, factor: float) -> None:
         prior.precision = start * factor
         if heat is not None:
             likelihood.temperature = heat
 
-    tried = list(product(heats, factors))  # statistics of weight space depend on temperatures alone
-    for each in tqdm(tried, desc="tune", disable=hidden(progress)):
-        move(*each)
-        scores.append(predict().log_prob(data.y).mean().item())
-        posterior.history.append({"validation_log_prob": scores[-1]} | settings(posterior))
+    tried = list(product(heats, factors))
+    with tqdm(desc="tune", total=len(tried) * len(parts), disable=hidden(progress)) as bar:
+        for heat in heats:  # first, as statistics of weight space depend on temperatures
+            sums = [0.0] * len(factors)
+            for predict, y in whole or ((predictor(posterior, part.x), part.y) for part in parts):
+                for i, factor in enumerate(factors):
+                    move(heat, factor)
+                    sums[i] += predict().log_prob(y).mean().item() * len(y)
+                    bar.update()
+            for factor, total in zip(factors, sums, strict=True):
+                move(heat, factor)
+                scores.append(total / len(data))
+                posterior.history.append({"validation_log_prob": scores[-1]} | settings(posterior))
     if all(score != score for score in scores):
         raise RuntimeError("the validation score is not a number for any precision of the grid")
     move(*tried[max(range(len(scores)), key=lambda i: scores[i] if scores[i] == scores[i] else -float("inf"))])
+
+
+def _parts(posterior: "Posterior", data: Data) -> list[Data]:
+    """Return the points in parts whose features fit the budget, for the network to be asked once for each point.
+
+    Where other hyperparameters cost a factorisation, all points are one part, which may be asked for again and again.
+    """
+    fits = posterior.model.memory_budget // posterior.model._bytes_each
+    if not posterior._moves_cheaply or len(data) <= fits or fits < posterior._batch(data.x):
+        return [data]
+    return [data[start : start + fits] for start in range(0, len(data), fits)]
 
 
 def _numbers(temperatures: Sequence[float] | Tensor) -> list[float]:

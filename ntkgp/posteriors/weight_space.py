@@ -195,6 +195,8 @@ class WeightSpacePosterior(Posterior):
 class BlockPosterior(WeightSpacePosterior):
     """Σ block diagonal over parameters: predictions are those of a kernel with Σ in place of S₀."""
 
+    _moves_cheaply = True
+
     @abstractmethod
     def _covariances(self) -> dict[str, Covariance]:
         """Return Σ parameter by parameter."""

@@ -120,6 +120,36 @@ def test_a_grid_asks_the_network_once_for_each_validation_point(method, options,
     assert seen == [5]
 
 
+@pytest.mark.parametrize("method", ["diag", "kron"])
+@pytest.mark.parametrize("temperatures", [None, [1.0, 2.0]])
+def test_validation_points_past_the_memory_are_asked_for_part_by_part(method, temperatures, float64, monkeypatch):
+    problem = Problem("mlp", "categorical")
+    x, y = torch.randn(9, *problem.x.shape[1:]), torch.arange(9) % 3
+    whole, post = problem.fit(method), problem.fit(method)
+    post.predict(x)
+    post.model.memory_budget = 4 * post.model._bytes_each + 1
+    monkeypatch.setattr(type(post), "_batch", lambda self, x: 2)
+    seen, real = [], ntkgp.Linearization.features
+
+    def counted(lin, points):
+        seen.extend(point for point in points if (point == x).flatten(1).all(1).any())  # not those of training
+        return real(lin, points)
+
+    monkeypatch.setattr(ntkgp.Linearization, "features", counted)
+    grid = torch.tensor([0.01, 1.0, 100.0])
+    post.tune(validation=(x, y), grid=grid, temperatures=temperatures)
+    assert len(seen) == 9 * (1 if temperatures is None else 2)
+    scores = []
+    for heat in temperatures or [1.0]:
+        for factor in grid:
+            other = problem.fit(method)
+            other.prior.precision, other.likelihood.temperature = whole.prior.precision.detach() * factor, heat
+            parts = [other.predict(x[i : i + 4]).log_prob(y[i : i + 4]) for i in (0, 4, 8)]
+            scores.append(torch.cat(parts).mean().item())
+    told = [step["validation_log_prob"] for step in post.history if "validation_log_prob" in step]
+    assert told == pytest.approx(scores)
+
+
 def test_a_grid_in_function_space_multiplies_features_once_for_each_group(float64, monkeypatch):
     from ntkgp.posteriors import capacitance, function_space
 
