@@ -11,9 +11,11 @@ from torch import Tensor
 
 __all__ = ["add_square", "has_square", "mirror"]
 
-_ROUTINES = {torch.float32: ("ssyrk", ctypes.c_float), torch.float64: ("dsyrk", ctypes.c_double)}
+_NUMBERS = {torch.float32: ("s", ctypes.c_float), torch.float64: ("d", ctypes.c_double)}
+_ARGUMENTS = {"syrk": 8, "gemm": 11}  # after two letters
 _WORTH_IT = 1 << 24  # multiplications: smaller products take less time than the call
 _AT_ONCE = 1 << 39  # multiplications of a call, some seconds: Python does not look at signals in between
+_SIDE = 8192  # of a triangle at once: each of OpenBLAS's threads copies its rows to 32 MB, and more of them end beyond
 _MIRROR = 500  # side of the squares that are transposed at a time
 _LOCK = Lock()  # the number of BLAS's threads is the whole process's
 
@@ -21,7 +23,7 @@ _LOCK = Lock()  # the number of BLAS's threads is the whole process's
 def has_square(A: Tensor, K: Tensor) -> bool:  # (n, p), (n, n)
     """Say whether :func:`add_square` can, and is worth its call: on the CPU, A or Aᵀ as it lies in memory."""
     lies = K.is_contiguous() and (A.is_contiguous() or A.mT.is_contiguous())
-    plain = all(t.device.type == "cpu" and t.dtype in _ROUTINES for t in (A, K))
+    plain = all(t.device.type == "cpu" and t.dtype in _NUMBERS for t in (A, K))
     return lies and plain and A.dtype == K.dtype and A.numel() * len(A) >= _WORTH_IT
 
 
@@ -31,18 +33,33 @@ def add_square(K: Tensor, A: Tensor, alpha: float, fresh: bool) -> None:  # (n, 
     n² p multiplications and additions, half of the whole product. Cut into tiles, torch's products come to 1.2 times as
     much work, each at less than full speed: for a LeNet's 3600 x 12,832 Jacobian 1.2 s where this takes .9 s.
     """
-    (n, p), (_, number) = A.shape, _ROUTINES[A.dtype]
-    form, apart, width = (b"T", p, 1) if A.is_contiguous() else (b"N", n, n)  # Fortran's strides, of rows and of parts
-    step = max(1, _AT_ONCE // (n * n))
+    n = len(K)
     with _LOCK, _threads().limit(limits=torch.get_num_threads(), user_api="blas"):
-        for start in range(0, p, step):
-            beta = 0.0 if fresh and start == 0 else 1.0
-            # Rows of torch are Fortran's columns: K is its transpose there, and its lower triangle the upper one.
-            _syrk(A.dtype)(
-                *(b"U", form, _integer(n), _integer(min(step, p - start))),
-                *(ctypes.byref(number(alpha)), A.data_ptr() + start * width * A.element_size(), _integer(apart)),
-                *(ctypes.byref(number(beta)), K.data_ptr(), _integer(n)),
-            )
+        for start in range(0, n, _SIDE):
+            rows = slice(start, min(start + _SIDE, n))
+            if start:
+                _add_product(K, A, rows, slice(0, start), alpha, fresh)
+            _add_product(K, A, rows, rows, alpha, fresh)
+
+
+def _add_product(K: Tensor, A: Tensor, rows: slice, cols: slice, alpha: float, fresh: bool) -> None:
+    """Add α A[rows] A[cols]ᵀ to K[rows, cols]; of a square on the diagonal to its lower triangle."""
+    (n, p), (_, number), size = A.shape, _NUMBERS[A.dtype], A.element_size()
+    height, width = rows.stop - rows.start, cols.stop - cols.start
+    # Rows of torch are Fortran's columns: K is its transpose there, and its lower triangle the upper one.
+    first, second, lead, strides = (b"T", b"N", p, (p, 1)) if A.is_contiguous() else (b"N", b"T", n, (1, n))
+    target, scale = K.data_ptr() + (rows.start * n + cols.start) * size, ctypes.byref(number(alpha))
+    step = max(1, _AT_ONCE // (height * width))
+    for start in range(0, p, step):
+        left, right = (A.data_ptr() + (side.start * strides[0] + start * strides[1]) * size for side in (cols, rows))
+        k, beta = _integer(min(step, p - start)), number(0 if fresh and start == 0 else 1)
+        end = ctypes.byref(beta), target, _integer(n)
+        if rows == cols:
+            _blas("syrk", A.dtype)(b"U", first, _integer(height), k, scale, left, _integer(lead), *end)
+        else:
+            sides = _integer(width), _integer(height), k
+            factors = left, _integer(lead), right, _integer(lead)
+            _blas("gemm", A.dtype)(first, second, *sides, scale, *factors, *end)
 
 
 def mirror(K: Tensor) -> None:  # (n, n)
@@ -60,17 +77,17 @@ def _integer(value: int) -> Any:
 
 
 @cache
-def _syrk(dtype: torch.dtype) -> Callable[..., None]:
+def _blas(name: str, dtype: torch.dtype) -> Callable[..., None]:
     """Return SciPy's routine as C has it, which other threads do not wait for; its wrapper for Python holds them up."""
     from scipy.linalg import cython_blas  # slow to import
 
-    capsule = cython_blas.__pyx_capi__[_ROUTINES[dtype][0]]
-    name = ctypes.pythonapi.PyCapsule_GetName
-    name.restype, name.argtypes = ctypes.c_char_p, [ctypes.py_object]
+    capsule = cython_blas.__pyx_capi__[_NUMBERS[dtype][0] + name]
+    name_of = ctypes.pythonapi.PyCapsule_GetName
+    name_of.restype, name_of.argtypes = ctypes.c_char_p, [ctypes.py_object]
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    kinds = [ctypes.c_char_p] * 2 + [ctypes.c_void_p] * 8
-    return ctypes.CFUNCTYPE(None, *kinds)(pointer(capsule, name(capsule)))
+    kinds = [ctypes.c_char_p] * 2 + [ctypes.c_void_p] * _ARGUMENTS[name]
+    return ctypes.CFUNCTYPE(None, *kinds)(pointer(capsule, name_of(capsule)))
 
 
 @cache
@@ -78,5 +95,5 @@ def _threads() -> Any:
     """Return what holds BLAS to torch's number of threads."""
     from threadpoolctl import ThreadpoolController
 
-    _syrk(torch.float32)  # the library has to be there to be found
+    _blas("syrk", torch.float32)  # the library has to be there to be found
     return ThreadpoolController()

@@ -34,6 +34,18 @@ def test_the_lower_triangle_is_written_and_nothing_else(dtype, tolerance, fresh,
     assert torch.equal(K.triu(1), before.triu(1))
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("transposed", [True, False])
+def test_large_triangles_are_taken_in_panels(dtype, tolerance, fresh, transposed, always, monkeypatch):
+    monkeypatch.setattr(symmetric, "_SIDE", 3)
+    monkeypatch.setattr(symmetric, "_AT_ONCE", 18)  # two columns of a square, one of what is left of it
+    called, real = [], symmetric._blas
+    monkeypatch.setattr(symmetric, "_blas", lambda *which: called.append(which[0]) or real(*which))
+    test_the_lower_triangle_is_written_and_nothing_else(dtype, tolerance, fresh, transposed, always)
+    assert (called.count("syrk"), called.count("gemm")) == (3 + 3 + 1, 3 + 2)
+
+
 def test_what_was_there_does_not_count_if_fresh(always):
     A, K = torch.ones(3, 2), torch.full((3, 3), float("nan"))
     add_square(K, A, 1.0, fresh=True)
@@ -56,8 +68,8 @@ def test_blas_takes_as_many_threads_as_torch_and_then_its_own_again(always, monk
     def counts():
         return [lib.num_threads for lib in ThreadpoolController().select(user_api="blas").lib_controllers]
 
-    seen, syrk = [], symmetric._syrk(torch.float32)
-    monkeypatch.setattr(symmetric, "_syrk", lambda dtype: lambda *words: seen.extend(counts()) or syrk(*words))
+    seen, syrk = [], symmetric._blas("syrk", torch.float32)
+    monkeypatch.setattr(symmetric, "_blas", lambda name, dtype: lambda *words: seen.extend(counts()) or syrk(*words))
     symmetric._threads()
     before = counts()
     A, K = torch.randn(3, 2), torch.zeros(4, 3, 3)
@@ -71,9 +83,9 @@ def test_blas_takes_as_many_threads_as_torch_and_then_its_own_again(always, monk
 
 @pytest.mark.parametrize("transposed", [True, False])
 def test_long_products_are_taken_in_parts(transposed, always, monkeypatch):
-    calls, syrk = [], symmetric._syrk(torch.float64)
+    calls, syrk = [], symmetric._blas("syrk", torch.float64)
     monkeypatch.setattr(symmetric, "_AT_ONCE", 60)
-    monkeypatch.setattr(symmetric, "_syrk", lambda dtype: lambda *words: calls.append(1) or syrk(*words))
+    monkeypatch.setattr(symmetric, "_blas", lambda name, dtype: lambda *words: calls.append(1) or syrk(*words))
     A, K = torch.randn(5, 7, dtype=torch.float64), torch.full((5, 5), float("nan"), dtype=torch.float64)
     A = A.mT.contiguous().mT if transposed else A
     add_square(K, A, 2.0, fresh=True)
@@ -96,8 +108,8 @@ def test_curvature_is_that_of_the_dense_jacobian(dtype, tolerance, always, monke
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3)).to(dtype)
     x, y = torch.randn(9, 4, dtype=dtype), torch.randint(3, (9,))
-    called, real = [], symmetric._syrk
-    monkeypatch.setattr(symmetric, "_syrk", lambda dtype: called.append(1) or real(dtype))
+    called, real = [], symmetric._blas
+    monkeypatch.setattr(symmetric, "_blas", lambda *which: called.append(which[0]) or real(*which))
     lin = ntkgp.Linearization(net, example=x)
     post = ntkgp.fit(lin, (x, y), "categorical", "full", ntkgp.priors.Isotropic(lin, 2.0))
     J, p = lin.jacobian(x).double(), net(x).softmax(-1).detach().double()
@@ -121,8 +133,8 @@ def test_gram_matrices_of_convolutions_are_the_dense_ones(dtype, tolerance, prio
     S0 = ntkgp.priors.Isotropic(lin, 0.7) if prior == "isotropic" else ntkgp.priors.Grouped(lin)
     if prior == "grouped":
         S0.precision = torch.tensor([0.5, 1.0, 2.0])
-    called, real = [], symmetric._syrk
-    monkeypatch.setattr(symmetric, "_syrk", lambda dtype: called.append(1) or real(dtype))
+    called, real = [], symmetric._blas
+    monkeypatch.setattr(symmetric, "_blas", lambda *which: called.append(which[0]) or real(*which))
     J = lin.jacobian(x).flatten(0, 1).double()
     truth = J @ S0.covariance().to_dense().double() @ J.mT
     kernel = ntkgp.NTKKernel(lin, S0)
