@@ -12,7 +12,7 @@ from ntkgp.likelihoods import Likelihood
 from ntkgp.linearization import Linearization
 from ntkgp.linearization.inputs import Input, batch_size, leaves, map_leaves, rebuild, take
 
-__all__ = ["Data", "Source", "as_source", "gather"]
+__all__ = ["Data", "Gone", "Source", "as_source", "gather"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,22 @@ class Data:
         if self.weights is not None:
             w = self.weights * (w if self.weights.ndim == 1 else w.unsqueeze(-1))
         return Data(self.x, self.y, w)
+
+
+@dataclass(frozen=True)
+class Gone:
+    """In the place of a stream of N points that a saved posterior was fitted to: the file does not have them."""
+
+    num_data: int
+
+    def __len__(self) -> int:
+        return self.num_data
+
+    def __iter__(self) -> Iterator[Data]:
+        raise ValueError(
+            "this posterior was loaded without its training data, which were a stream: it predicts, but what needs "
+            "another pass over the data needs another fit"
+        )
 
 
 Source = Data | DataLoader

@@ -8,7 +8,7 @@ from torch import Tensor
 from ntkgp.linearization import Features, Linearization
 from ntkgp.linearization.inputs import Input, batch_size, take
 from ntkgp.operators import gram, point_blocks
-from ntkgp.posteriors.data import Data, Source, draw
+from ntkgp.posteriors.data import Data, Gone, Source, draw
 from ntkgp.posteriors.model import LinearModel
 from ntkgp.posteriors.subsets import KMeans
 from ntkgp.priors import Prior
@@ -112,9 +112,9 @@ def choose(how: str, model: LinearModel, prior: Prior, num_inducing: int, seed: 
         return _spread_over_outputs(data, num_inducing, C), N
 
 
-def count(source: Source) -> int:
+def count(source: Source | Gone) -> int:
     """Return N; a loader is read once."""
-    return len(source) if isinstance(source, Data) else sum(len(y) for _, y in source)
+    return len(source) if isinstance(source, Data | Gone) else sum(len(y) for _, y in source)
 
 
 def _spread_over_outputs(data: Data, M: int, C: int) -> Inducing:

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -19,7 +19,7 @@ from ntkgp.likelihoods import LIKELIHOODS, Categorical, Gaussian, Likelihood, Si
 from ntkgp.linearization import Linearization
 from ntkgp.linearization.inputs import leaves, map_leaves
 from ntkgp.posteriors.base import Posterior
-from ntkgp.posteriors.data import Data
+from ntkgp.posteriors.data import Data, Gone
 from ntkgp.posteriors.diagonal import DiagonalPosterior
 from ntkgp.posteriors.full import FullPosterior
 from ntkgp.posteriors.function_space import FunctionSpacePosterior
@@ -151,16 +151,6 @@ def _described(posterior: Posterior) -> tuple[dict[str, Any], dict[str, Tensor]]
     return meta, tensors
 
 
-class _Streamed:
-    """In the place of training data that were a stream, and are not in the file."""
-
-    def __iter__(self) -> Iterator[Any]:
-        raise ValueError(
-            "this posterior was loaded without its training data, which were a stream: it predicts, but what needs "
-            "another pass over the data needs another fit"
-        )
-
-
 def _put_input(tensors: dict[str, Tensor], prefix: str, x: Any) -> Any:
     """Store the tensors of an input; return its structure."""
     tensors |= {f"{prefix}.{i}": leaf for i, leaf in enumerate(leaves(x))}
@@ -182,7 +172,6 @@ def _get_process(
     inducing = Inducing(_get_input(tensors, "inducing", meta["inducing"]), tensors.get("inducing_outputs"))
     options = {"batch_size": None} | meta["options"]  # what is None is not written
     posterior = VariationalPosterior(model, prior, likelihood, inducing=inducing, **options)
-    posterior.process.N = meta["num_data"]
     posterior.settle(Natural(tensors["q.P"], tensors["q.h"]))
     return posterior
 
@@ -254,7 +243,7 @@ def _rebuilt(
     likelihood.to(device=lin.device, dtype=lin.dtype)
     # Files from before there were temperatures have none.
     likelihood.load_state_dict(likelihood.state_dict() | _under("likelihood.", tensors))
-    source: Any = _Streamed()
+    source: Any = Gone(meta.get("num_data", 0))
     if meta["inputs"] is not None:
         source = Data(_get_input(tensors, "x", meta["inputs"]), tensors["y"], tensors.get("weights"))
     model = LinearModel(lin, source, likelihood, meta["memory_budget"])
