@@ -1,10 +1,11 @@
-"""Posteriors beside laplace-torch: one table, every row measured in this run.
+"""Posteriors beside laplace-torch, in one table.
 
-    python benchmarks/posteriors.py --peers DIR [--data DIR]
+    python benchmarks/posteriors.py --peers DIR [--data DIR] [--only covariances,gp,large]
 
-``DIR`` holds the peers' environments; ``--data`` the data sets, without which the row on FashionMNIST is left out. Each
-measurement runs in a process of its own, one after the other; times are medians. The table goes to
-benchmarks/results/posteriors.md, the numbers to posteriors.json beside it.
+``DIR`` holds the peers' environments; ``--data`` the data sets, without which the rows on FashionMNIST are left out.
+Each measurement runs in a process of its own, ours and theirs in turn; times are medians over all turns, since the
+machine's pace changes from one minute to the next. The table goes to benchmarks/results/posteriors.md, the numbers to
+posteriors.json beside it; sections that ``--only`` leaves out stay as they were, each with its commit.
 """
 
 import argparse
@@ -16,12 +17,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from harness import HERE, Table, median, peak_mb, run_json, write
+from harness import HERE, Table, commit, median, peak_mb, run_json, write
 from kernel import LENET_INNER, MLP_INNER, NETWORKS, lenet
 from torch import nn
 
 import ntkgp
 
+SECTIONS = ("covariances", "gp", "large")
 STRUCTURES = ("full", "kron", "diag")
 SMALL = {
     "mlp": (
@@ -138,31 +140,44 @@ def child(name: str, *arguments: object) -> dict:
     return run_json(command, f"ours: {name} {' '.join(map(str, arguments[1:] if name == 'large' else arguments))}")
 
 
-def run(peers: Path, data: Path | None) -> tuple[Table, dict]:
-    table, raw = Table(), {}
-    python = peers / "laplace/bin/python"
-    raw["covariances"] = child("covariances", python)
-    for structure in STRUCTURES:
-        pairs = raw["covariances"]["differences"].items()
-        worst, value = max(((name, v) for name, v in pairs if name.endswith(structure)), key=lambda pair: pair[1])
-        what = f"predictive covariance, {structure}, against laplace-torch, relative difference"
-        table.at_most(what, value, 1e-3, f"worst: {worst}", ".1e")
-    for case, bar_fit, bar_predict in (("lenet", 15, 12), ("mlp", 150, 100)):
-        ours = raw[f"gp {case}"] = [child("gp", case, 400)]
-        command = [python, HERE / "peers/laplace_posteriors.py", "gp", "--case", case, "--n", "400", "--repeats", "2"]
-        theirs = raw[f"laplace-torch {case}"] = run_json([*command, "--threads", "2"], f"laplace-torch: gp {case}")
-        ours.append(child("gp", case, 400))
+def covariances(peers: Path) -> dict:
+    return child("covariances", peers / "laplace/bin/python")
+
+
+def processes(peers: Path) -> dict:
+    """Times of ours and of laplace-torch's, in turn: neighbours on the machine slow down one or the other."""
+    found: dict[str, list[dict]] = {}
+    for case, rounds in (("lenet", 5), ("mlp", 3)):
+        command = [peers / "laplace/bin/python", HERE / "peers/laplace_posteriors.py", "gp", "--case", case]
+        for _ in range(rounds):
+            found.setdefault(f"ours {case}", []).append(child("gp", case, 400))
+            theirs = run_json([*command, "--n", "400", "--repeats", "2", "--threads", "2"], f"laplace-torch: gp {case}")
+            found.setdefault(f"laplace-torch {case}", []).append(theirs)
+        found[f"ours {case}"].append(child("gp", case, 400))
+    return found
+
+
+def tabulate(raw: dict) -> Table:
+    table = Table()
+    if "covariances" in raw:
+        for structure in STRUCTURES:
+            pairs = raw["covariances"]["differences"].items()
+            worst, value = max(((name, v) for name, v in pairs if name.endswith(structure)), key=lambda pair: pair[1])
+            what = f"predictive covariance, {structure}, against laplace-torch, relative difference"
+            table.at_most(what, value, 1e-3, f"worst: {worst}", ".1e")
+    for case, bar_fit, bar_predict in (("lenet", 15, 12), ("mlp", 150, 100)) if "gp" in raw else ():
+        ours, theirs = raw["gp"][f"ours {case}"], raw["gp"][f"laplace-torch {case}"]
         fit, predict, bare = (median([t for part in ours for t in part[name]]) for name in ("fit", "predict", "bare"))
         for name, mine, bar in (("fit", fit, bar_fit), ("predict", predict, bar_predict)):
-            his = median(theirs[name])
-            detail = f"{his:.2f} s against {mine:.3f} s"
+            his = median([t for part in theirs for t in part[name]])
+            turns = [median(b[name]) / median(a[name]) for a, b in zip(ours, theirs, strict=False)]
+            detail = f"{his:.2f} s against {mine:.3f} s; turns {min(turns):.1f} to {max(turns):.1f}"
             table.at_least(f"GP, M = 400, {case}: {name}, against laplace-torch", his / mine, bar, detail)
         detail = f"{1e3 * predict:.0f} ms against {1e3 * bare:.0f} ms"
         what = f"GP, M = 400, {case}: predict 50 points, over the bare product and solve"
         table.at_most(what, predict / bare, 1.5, detail)
-    if data is not None:
-        large = raw["large"] = child("large", data, 3200, 10000)
-        what = "GP, M = 3200, LeNet on FashionMNIST"
+    if "large" in raw:
+        large, what = raw["large"], "GP, M = 3200, LeNet on FashionMNIST"
         table.at_most(f"{what}: peak memory, GB", large["peak_mb"] / 1024, 14, "whole process")
         table.note(
             f"{what}: minutes to fit, and for 10,000 predictions",
@@ -172,13 +187,15 @@ def run(peers: Path, data: Path | None) -> tuple[Table, dict]:
             f"{what}: test NLL, GP and MAP",
             f"{large['nll']:.3f}, {large['nll map']:.3f} (one epoch, prior precision 10)",
         )
-    return table, raw
+    table.note("commits", ", ".join(f"{name} {raw[name]['commit']}" for name in SECTIONS if name in raw))
+    return table
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=Path, help="folder with the peers' environments")
     parser.add_argument("--data", type=Path, help="folder with the data sets")
+    parser.add_argument("--only", default=",".join(SECTIONS), help="which sections to measure")
     parser.add_argument("--measure", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
@@ -188,10 +205,19 @@ def main() -> None:
         return
     if args.peers is None:
         parser.error("--peers is needed")
-    start = time.perf_counter()
-    data = None if args.data is None else args.data.absolute()
-    table, raw = run(args.peers.absolute(), data)
-    write("posteriors", "make bench-posteriors", "Posteriors beside laplace-torch", table, raw, start)
+    start, results = time.perf_counter(), HERE / "results/posteriors.json"
+    before = json.loads(results.read_text()) if results.exists() else {}
+    raw, wanted = {name: before[name] for name in SECTIONS if name in before}, args.only.split(",")
+    for name in wanted:
+        if name == "large" and args.data is None:
+            continue
+        origin = commit()
+        if name == "large":
+            found = child("large", args.data.absolute(), 3200, 10000)
+        else:
+            found = (covariances if name == "covariances" else processes)(args.peers.absolute())
+        raw[name] = found | {"commit": origin}
+    write("posteriors", "make bench-posteriors", "Posteriors beside laplace-torch", tabulate(raw), raw, start)
 
 
 if __name__ == "__main__":
