@@ -56,7 +56,8 @@ class Task:
     full: tuple[float, ...] = HALF_DECADES  # of GLM and GP
     sampled: tuple[float, ...] = HALF_DECADES  # of BNN, some of ``full``
     mean_field: tuple[float, ...] = DECADES
-    refined: int = 2  # how many precisions, the best by validation, are refined
+    refined: int = 2  # how many precisions, the best of the base by validation, are refined
+    descends: bool = False  # whether to go on below the best of them for as long as validation gains by it
     refine_options: tuple[tuple[str, float], ...] = (("tolerance", 1e-3), ("max_steps", 20))
     batch: int | None = None  # of the training of MAP and MFVI; None for all points
     inducing: int = 100  # values of the variational column
@@ -72,7 +73,8 @@ MEDIUM = SINGLE | {
     "refine_options": (("tolerance", 1e-2), ("max_steps", 6), ("num_samples", 128)),
 }
 LARGE = MEDIUM | {
-    "precisions": HALF_DECADES[2:],
+    "precisions": HALF_DECADES,
+    "descends": True,
     "full": HALF_DECADES[4:8],
     "sampled": HALF_DECADES[4:8],
     "batch": 512,
@@ -308,16 +310,29 @@ def run(split: Split, task: Task, seed: int, known: dict, pooled: dict[str, floa
         add("variational", precision, posterior(precision, "variational", num_inducing=task.inducing, seed=seed))
     for name, base in REFINED.items():
         method = exact if base == "GLM" else "diag"
-        for precision in found.missing(name, to_refine(task, found, base, pooled)):
-            add(name, precision, posterior(precision, method).refine("variational", **dict(task.refine_options)))
+        while missing := found.missing(name, to_refine(task, found, name, pooled)):
+            refined = posterior(missing[0], method).refine("variational", **dict(task.refine_options))
+            add(name, missing[0], refined)
     sizes = {"train": N, "valid": len(split.valid[1]), "test": len(split.test[1]), "parameters": P, "outputs": C}
     how = {"sizes": sizes, "gp_points": points, "space": exact}
     return how | {"seconds": clock.seconds, "scores": found.table}
 
 
-def to_refine(task: Task, found: "Scores", base: str, pooled: dict[str, float]) -> list[float]:
-    """Return the precisions that are refined: the best of this split, and the best over all of them."""
-    return [*dict.fromkeys([*found.best(base, task.refined), *([pooled[base]] if base in pooled else [])])]
+def to_refine(task: Task, found: "Scores", name: str, pooled: dict[str, float]) -> list[float]:
+    """Return the precisions at which a method is refined, as far as they are known.
+
+    These are the best of its base on this split, the best over all of them, and, as means that are refined follow the
+    data more closely and want less of them averaged away, those below the best for as long as validation gains by it.
+    """
+    base = REFINED[name]
+    wanted = [*found.best(base, task.refined), *([pooled[base]] if base in pooled else [])]
+    if task.descends:
+        nll = found.validation(name)
+        for p in sorted((p for p in task.precisions if p <= wanted[0]), reverse=True):
+            wanted.append(p)
+            if p not in nll or nll[p] > min(nll[q] for q in wanted if q in nll):
+                break
+    return [*dict.fromkeys(wanted)]
 
 
 def complete(task: Task, found: "Scores", pooled: dict[str, float]) -> bool:
@@ -325,7 +340,7 @@ def complete(task: Task, found: "Scores", pooled: dict[str, float]) -> bool:
     grids = {"MFVI": task.mean_field, "GLM diag": task.precisions, "GLM": task.full, "variational": task.full}
     if any(found.missing(method, precisions) for method, precisions in grids.items()):
         return False
-    return not any(found.missing(name, to_refine(task, found, base, pooled)) for name, base in REFINED.items())
+    return not any(found.missing(name, to_refine(task, found, name, pooled)) for name in REFINED)
 
 
 def certificate(posterior: Posterior) -> dict[str, dict]:
@@ -347,9 +362,13 @@ class Scores:
         """Return the precisions at which a method has no scores yet."""
         return [p for p in precisions if p not in self.table.get(method, {})]
 
+    def validation(self, method: str) -> dict[float, float]:
+        """Return the validation NLL by precision."""
+        return {precision: row["valid"]["nll"] for precision, row in self.table.get(method, {}).items()}
+
     def best(self, method: str, count: int) -> list[float]:
         """Return the precisions with the lowest validation NLL."""
-        nll = {precision: row["valid"]["nll"] for precision, row in self.table[method].items()}
+        nll = self.validation(method)
         return sorted(nll, key=lambda p: nll[p] if math.isfinite(nll[p]) else math.inf)[:count]
 
 
