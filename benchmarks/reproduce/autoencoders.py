@@ -1,6 +1,6 @@
 """Laplacian autoencoders beside others: Tables 2 and 3 and Figs. 1, 9, 10, 11 and 12 of Miani et al. (2022).
 
-    python benchmarks/reproduce/autoencoders.py --data DIR [--small] [--report] [--only ood]
+    python benchmarks/reproduce/autoencoders.py --data DIR [--small] [--report] [--only ood] [--models AE VAE]
 
 "ood": convolutional autoencoders with two latent numbers, trained on FashionMNIST, judge its test images and MNIST's;
 "fewer": the same, trained on fewer images.
@@ -170,8 +170,8 @@ def run_ood(args: argparse.Namespace, S: dict, experiment: str = "ood") -> None:
     inside, outside = (images(args.data, E[which], "test")[0][: E["test"]] for which in ("data", "outside"))
     sets = {"validation": validation, "inside": inside, "outside": outside}
     trainers = {seed: Trainer(train, S, E, seed, args.cache / experiment) for seed in E["seeds"]}
-    for name, make in MODELS.items():
-        for seed, trainer in trainers.items():
+    for seed, trainer in trainers.items():
+        for name, make in MODELS.items():
             keep(args, experiment, name, seed, lambda make=make, trainer=trainer: ood(make(trainer), S, E, sets))
 
 
@@ -201,6 +201,8 @@ def run_digits(args: argparse.Namespace, S: dict) -> None:
 
 
 def keep(args: argparse.Namespace, experiment: str, name: str, seed: int, work: Callable[[], dict]) -> None:
+    if args.models and name not in args.models:
+        return
     slug = name.lower().replace(",", "").replace(" ", "-")
     path = args.out / f"autoencoders-{experiment}-{slug}-{seed}.json"
     with claimed(args.cache / path.stem, wait=False) as ours:
@@ -210,7 +212,9 @@ def keep(args: argparse.Namespace, experiment: str, name: str, seed: int, work: 
 
 
 def main() -> None:
-    args, S = command_line(__doc__, "autoencoders", SMALL, only=("ood", "fewer", "digits"))
+    args, S = command_line(
+        __doc__, "autoencoders", SMALL, only=("ood", "fewer", "digits"), models=(*MODELS, "classifier")
+    )
     if not args.report:
         for experiment in args.only:
             run_digits(args, S) if experiment == "digits" else run_ood(args, S, experiment)

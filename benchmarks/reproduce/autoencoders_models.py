@@ -127,7 +127,7 @@ class Trainer:
     def post_hoc(self, method: str, **memory: float | str) -> LaplacianAutoencoder:
         """Return the autoencoder with the curvature of all images, its prior tuned."""
         net = self.plain(self.seed).net
-        model = LaplacianAutoencoder(net.encoder, net.decoder, **self._diagonal(method), **memory)
+        model = LaplacianAutoencoder(net.encoder, net.decoder, **self._structure(method), **memory)
         model.post_hoc(self.x, self.S["post hoc batch"], progress=False)
         model.tune()
         return model
@@ -142,13 +142,13 @@ class Trainer:
         parts = {"encoder": self.encoder(), "decoder": self.decoder()}
         named = [(name, module) for name, module in nn.ModuleDict(parts).named_modules() if hasattr(module, "weight")]
         prior_std = {name: module.weight[0].numel() ** -0.5 for name, module in named}
-        options = self._diagonal(method) | {"alpha": self.S["alpha"], "scale": scale, "prior_std": prior_std}
+        options = self._structure(method) | {"alpha": self.S["alpha"], "scale": scale, "prior_std": prior_std}
         return self.fit(LaplacianAutoencoder(**parts, **options), f"LAE-{method}-{scale}-{self.seed}")
 
-    def warm(self, alpha: float, scale: float | str) -> LaplacianAutoencoder:
+    def warm(self, alpha: float, scale: float | str, method: str = "mixed") -> LaplacianAutoencoder:
         """Return the autoencoder, trained on with its curvature from where plain training ended."""
-        model = self.post_hoc("mixed", alpha=alpha, scale=scale)
-        return self._fit(model, f"LAE-warm-{scale}-{self.seed}", self.E["warm epochs"], lr=self.S["warm lr"])
+        model = self.post_hoc(method, alpha=alpha, scale=scale)
+        return self._fit(model, f"LAE-warm-{method}-{scale}-{self.seed}", self.E["warm epochs"], lr=self.S["warm lr"])
 
     def _fit(self, model: object, file: str, epochs: int, **options: object) -> object:
         with claimed(self.cache / file, wait=True):
@@ -156,13 +156,15 @@ class Trainer:
             model.fit(self.x, epochs, batch_size=self.S["batch"], checkpoint=checkpoint, progress=False, **options)
         return model
 
-    def _diagonal(self, method: str) -> dict:
+    def _structure(self, method: str) -> dict:
         return {"method": method, "bound": self.E["bound"] if method == "mixed" else None, "seed": self.seed}
 
 
 MODELS: dict[str, Callable[[Trainer], StochasticAutoencoder]] = {
     "AE": lambda t: t.plain(t.seed),
     "AE ensemble": Trainer.ensemble,
+    "LAE post hoc, Kronecker": lambda t: t.post_hoc("kron"),
+    "LAE online, Kronecker": lambda t: t.warm(t.S["alpha"], 1.0, "kron"),
     "LAE post hoc": lambda t: t.post_hoc("mixed"),
     "LAE online": lambda t: t.warm(t.S["alpha"], 1.0),
     "MC-AE": Trainer.dropout,

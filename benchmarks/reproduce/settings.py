@@ -13,7 +13,9 @@ import torch
 SETTINGS = json.loads((Path(__file__).parent / "training.json").read_text())
 
 
-def command_line(text: str, section: str, small: dict, only: tuple[str, ...] = ()) -> tuple[argparse.Namespace, dict]:
+def command_line(
+    text: str, section: str, small: dict, only: tuple[str, ...] = (), models: tuple[str, ...] = ()
+) -> tuple[argparse.Namespace, dict]:
     """Return the options, and the settings of a section of training.json, or those of a try that takes seconds."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
@@ -24,6 +26,8 @@ def command_line(text: str, section: str, small: dict, only: tuple[str, ...] = (
     parser.add_argument("--out", type=Path, default=Path("docs/results/training"))
     if only:
         parser.add_argument("--only", choices=only, nargs="*", default=list(only))
+    if models:
+        parser.add_argument("--models", choices=models, nargs="*", default=[], help="some of them alone")
     args = parser.parse_args()
     if args.small and (args.out == parser.get_default("out") or args.cache == parser.get_default("cache")):
         parser.error("--small needs an --out and a --cache of its own")

@@ -2,13 +2,32 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ntkgp.linearization.factors import Factor, Outer
 
-__all__ = ["KroneckerBlock", "KroneckerFactors"]
+__all__ = ["KroneckerBlock", "KroneckerFactors", "random_columns"]
+
+
+class Root(Protocol):
+    """R at the outputs of n examples, as ``likelihood.expand(y, f).R`` has it."""
+
+    @property
+    def values(self) -> Tensor:  # (n, T, k, k')
+        """The blocks, one for each of T sites."""
+
+    def apply(self, u: Tensor) -> Tensor:  # (S, n, C') -> (S, n, C)
+        """Multiply each example's vector by its block."""
+
+
+def random_columns(R: Root, count: int, generator: torch.Generator) -> Tensor:  # (S, n, C)
+    """Return u = R ε / √S for S draws of ε, so that Σ_s u uᵀ has mean Λ: S backward passes stand for C."""
+    n, T, _, k = R.values.shape
+    noise = torch.randn(count, n, T * k, generator=generator, dtype=R.values.dtype, device=R.values.device)
+    return R.apply(noise) / count**0.5
 
 
 @dataclass

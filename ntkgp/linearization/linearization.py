@@ -226,7 +226,7 @@ class Linearization:
             u: combinations of outputs whose gradients are wanted in place of J, (S, N, C): S backward passes, not C.
         """
         analysis = self.learn(x)
-        for start in range(0, batch_size(x), batch := self._capture_batch(analysis)):
+        for start in range(0, batch_size(x), batch := self._capture_batch(analysis, None if u is None else len(u))):
             part = take(map_leaves(Tensor.detach, x), slice(start, start + batch))
             n = batch_size(part)
             pair = part if n > 1 else map_leaves(_twice, part)
@@ -293,6 +293,22 @@ class Linearization:
         selected._seeds = W if self._seeds is None else W @ self._seeds
         selected.cache, selected._pilots = InputCache(), {}
         return selected
+
+    def again(self, net: nn.Module) -> "Linearization":
+        """Return the linearisation of the same network where it is now: what was learnt of its graph stays.
+
+        Args:
+            net: the network, at other weights.
+
+        Raises:
+            ValueError: if its parameters are not those of this linearisation.
+        """
+        new = copy(self)
+        new._net = Snapshot(net, list(self.layout.names))
+        if new.layout != self.layout:
+            raise ValueError("net has parameters of other shapes: it is another network")
+        new._pilots, new.cache = {}, InputCache()
+        return new
 
     def restrict(self, parameters: Selection) -> "Linearization":
         """Return the linearisation in some of the parameters alone; the others stay at θ*.
@@ -366,11 +382,11 @@ class Linearization:
             features = features.joined(J, {name: self._sizes[name] for name in analysis.fallback})
         return features
 
-    def _capture_batch(self, analysis: Analysis) -> int:
-        return max(2, _CAPTURE_BYTES // max(1, self._capture_bytes(analysis)))
+    def _capture_batch(self, analysis: Analysis, columns: int | None = None) -> int:
+        return max(2, _CAPTURE_BYTES // max(1, self._capture_bytes(analysis, columns)))
 
-    def _capture_bytes(self, analysis: Analysis) -> int:
-        return analysis.cotangents * (self.num_outputs + 1) * self.dtype.itemsize
+    def _capture_bytes(self, analysis: Analysis, columns: int | None = None) -> int:
+        return analysis.cotangents * ((self.num_outputs if columns is None else columns) + 1) * self.dtype.itemsize
 
     def _analysis_of(self, x: Input, t: Trace) -> Analysis:
         """Return what is known of this very graph; a network may compute a large batch in another way than a small."""

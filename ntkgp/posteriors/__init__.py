@@ -7,7 +7,7 @@ from ntkgp.posteriors.diagonal import DiagonalPosterior
 from ntkgp.posteriors.fit import fit
 from ntkgp.posteriors.full import FullPosterior
 from ntkgp.posteriors.function_space import FunctionSpacePosterior
-from ntkgp.posteriors.given import GivenDiagonalPosterior
+from ntkgp.posteriors.given import GivenDiagonalPosterior, GivenKroneckerPosterior
 from ntkgp.posteriors.inducing import Inducing
 from ntkgp.posteriors.kronecker import KroneckerPosterior
 from ntkgp.posteriors.low_rank import LowRankPosterior
@@ -23,6 +23,7 @@ __all__ = [
     "FullPosterior",
     "FunctionSpacePosterior",
     "GivenDiagonalPosterior",
+    "GivenKroneckerPosterior",
     "Inducing",
     "KroneckerPosterior",
     "LowRankPosterior",

@@ -1,24 +1,48 @@
-"""Every weight by itself, with a variance that was learnt elsewhere: what training with uncertainty ends in."""
+"""Covariances that were learnt elsewhere: what training with uncertainty ends in."""
 
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from ntkgp.curvature.kronecker import KroneckerBlock
 from ntkgp.likelihoods import Likelihood, SiteBlocks
 from ntkgp.posteriors.diagonal import DiagonalPosterior
+from ntkgp.posteriors.kronecker import KroneckerPosterior
 from ntkgp.posteriors.model import LinearModel
+from ntkgp.posteriors.weight_space import BlockPosterior
 from ntkgp.priors import Prior
 
-__all__ = ["GivenDiagonalPosterior"]
+__all__ = ["GivenDiagonalPosterior", "GivenKroneckerPosterior"]
 
 
-class GivenDiagonalPosterior(DiagonalPosterior):
-    r"""Σ = diag(h + 1/s₀)⁻¹ with h as it was given, not from the curvature of the training data.
+class _Given(BlockPosterior):
+    """Statistics as they were given, not from the training data.
 
-    Under the prior it was learnt with, Σ is what was learnt; under another, h is what the data said, and evidence, γ
-    and tuning are those of :class:`DiagonalPosterior`. Refinement moves the mean and leaves h alone.
+    Under the prior it was learnt with, Σ is what was learnt; under another, the curvature is what the data said, and
+    evidence, γ and tuning are those of its structure. Refinement moves the mean and leaves the curvature alone.
     """
+
+    def _statistics(self) -> Any:
+        return self._kept
+
+    def _atoms(self) -> None:
+        """Return None: what was given belongs to the noise it was learnt with."""
+
+    def _at(
+        self,
+        shift: Tensor | None,
+        prior: Prior | None = None,
+        likelihood: Likelihood | None = None,
+        sites: SiteBlocks | None = None,
+    ) -> Self:
+        new = super()._at(shift, prior, likelihood, sites)
+        new._kept = self._kept
+        return new
+
+
+class GivenDiagonalPosterior(_Given, DiagonalPosterior):
+    r"""Σ = diag(h + 1/s₀)⁻¹ with h as it was given."""
 
     method = "given"
 
@@ -47,19 +71,22 @@ class GivenDiagonalPosterior(DiagonalPosterior):
             posterior._kept = (variances.reciprocal() - posterior._prior_variances().reciprocal()).unsqueeze(0)
         return posterior
 
-    def _statistics(self) -> Tensor:  # (1, P)
-        return self._kept
 
-    def _atoms(self) -> None:
-        """Return None: what was given belongs to the noise it was learnt with."""
+class GivenKroneckerPosterior(_Given, KroneckerPosterior):
+    r"""Σ = (G ⊗ A + S₀⁻¹)⁻¹ for each layer, with G and A as they were given."""
 
-    def _at(
-        self,
-        shift: Tensor | None,
-        prior: Prior | None = None,
-        likelihood: Likelihood | None = None,
-        sites: SiteBlocks | None = None,
-    ) -> Self:
-        new = super()._at(shift, prior, likelihood, sites)
-        new._kept = self._kept
-        return new
+    method = "given_kron"
+
+    @classmethod
+    def of(cls, model: LinearModel, prior: Prior, likelihood: Likelihood, blocks: dict[str, KroneckerBlock]) -> Self:
+        """Return the posterior with these factors.
+
+        Args:
+            model: the linear model at the posterior's mean.
+            prior: one that keeps Kronecker structure.
+            likelihood: p(y | f).
+            blocks: by parameter; those without one keep their prior.
+        """
+        posterior = cls(model, prior, likelihood)
+        posterior._kept = blocks
+        return posterior

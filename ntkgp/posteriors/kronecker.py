@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ntkgp.curvature import KroneckerFactors
-from ntkgp.curvature.kronecker import KroneckerBlock
+from ntkgp.curvature.kronecker import KroneckerBlock, random_columns
 from ntkgp.likelihoods import SiteBlocks
 from ntkgp.posteriors.model import Chunk
 from ntkgp.posteriors.weight_space import BlockPosterior
@@ -68,12 +68,7 @@ class KroneckerPosterior(BlockPosterior):
     ) -> None:
         """Add g gᵀ for g = Jᵀ R ε / √S, whose mean is Jᵀ Λ J; each atom of Λ has draws of its own."""
         S, A = self.num_samples or 1, len(roots)
-        columns = []
-        for R in roots:
-            size = R.values.shape[-3] * R.values.shape[-1]
-            shape = S, len(chunk.data), size
-            noise = torch.randn(shape, generator=generator, dtype=chunk.f.dtype, device=chunk.f.device)
-            columns.append(R.apply(noise) / S**0.5)
+        columns = [random_columns(R, S, generator) for R in roots]
         picks = [partial(_outputs, which=slice(i * S, (i + 1) * S)) for i in range(A)]
         for some, uses in self.lin.factors(chunk.data.x, torch.cat(columns)):
             factors.add(uses, picks, some.stop - some.start)

@@ -23,7 +23,7 @@ from ntkgp.posteriors.data import Data, Gone
 from ntkgp.posteriors.diagonal import DiagonalPosterior
 from ntkgp.posteriors.full import FullPosterior
 from ntkgp.posteriors.function_space import FunctionSpacePosterior
-from ntkgp.posteriors.given import GivenDiagonalPosterior
+from ntkgp.posteriors.given import GivenDiagonalPosterior, GivenKroneckerPosterior
 from ntkgp.posteriors.inducing import Inducing
 from ntkgp.posteriors.kronecker import KroneckerPosterior
 from ntkgp.posteriors.low_rank import LowRankPosterior
@@ -41,7 +41,7 @@ _POSTERIORS: dict[str, type[Posterior]] = {
     kind.method: kind
     for kind in (
         *(FunctionSpacePosterior, FullPosterior, KroneckerPosterior, DiagonalPosterior),
-        *(LowRankPosterior, SampledPosterior, VariationalPosterior, GivenDiagonalPosterior),
+        *(LowRankPosterior, SampledPosterior, VariationalPosterior, GivenDiagonalPosterior, GivenKroneckerPosterior),
     )
 }
 _PRIORS = ("Isotropic", "Grouped", "Diagonal", "Kronecker", "ConvFilterGP", "GPrior")

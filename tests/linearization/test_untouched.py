@@ -54,6 +54,12 @@ def test_training_the_network_further_does_not_move_the_linearisation(float64):
     assert not torch.allclose(net.eval()(x), f)
     assert_close(lin(x), f, rtol=0, atol=0)
     assert_close(lin.features(x).jacobian(lin.layout), J, rtol=0, atol=0)
+    again, anew = lin.again(net), Linearization(net, example=x)
+    assert_close(again(x), anew(x), rtol=0, atol=0)
+    assert_close(again.features(x).jacobian(lin.layout), anew.jacobian(x), rtol=1e-9, atol=1e-12)
+    assert_close(lin(x), f, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="it is another network"):
+        Linearization(nn.Linear(3, 2)).again(nn.Linear(4, 2))
 
 
 def test_a_network_in_training_mode_is_linearised_in_evaluation_mode(float64):

@@ -8,38 +8,46 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ntkgp.curvature import LayerwiseCurvature
-from ntkgp.curvature.layerwise import size_limit
 from ntkgp.evidence import precision_step
+from ntkgp.likelihoods import SiteBlocks
+from ntkgp.linearization import Linearization
 from ntkgp.linearization.inputs import Input
-from ntkgp.posteriors import GivenDiagonalPosterior, Posterior
+from ntkgp.posteriors import Posterior
 from ntkgp.posteriors.data import shuffled
 from ntkgp.posteriors.model import LinearModel
 from ntkgp.posteriors.tuning import hidden
-from ntkgp.priors import Prior
+from ntkgp.priors import Covariance, Grouped, Prior
+from ntkgp.priors.covariance import rows_times
 from ntkgp.training.autoencoders.network import Autoencoder
 from ntkgp.training.autoencoders.objective import AutoencoderObjective
+from ntkgp.training.autoencoders.running import RunningCurvature, RunningDiagonal
+from ntkgp.training.autoencoders.running_kronecker import RunningKronecker
 from ntkgp.training.objective import Terms
-from ntkgp.training.smoothness import evaluating
 
 __all__ = ["LaplacianAutoencoder"]
 
+_APART = 1 << 40  # between the seeds of columns and those of draws, so that neither repeats the other
+
 
 class LaplacianAutoencoder(AutoencoderObjective):
-    r"""q = N(θ, diag(h + 1/s²)⁻¹) over the weights of an autoencoder, h the diagonal of a GGN of the data.
+    r"""q = N(θ, (H + I/s²)⁻¹) over the weights of an autoencoder, H the GGN of the data in some structure.
+
+    H is diagonal as in the paper, or, with ``method="kron"``, a Kronecker product for each layer: weights of a layer
+    are drawn together, and what the data say of their sums is not taken for what they say of each.
 
     Online, by Monte Carlo EM: a step draws networks from q and goes down the gradient of E_q[−log p(x | f)] in θ
-    (Eq. 8); h follows the curvature G of the minibatch of S points, at the θ where the step starts. ``scale`` says how:
+    (Eq. 8); H follows the curvature G of the minibatch of S points, at the θ where the step starts. ``scale`` says how:
 
-    .. math:: h \leftarrow (1 - \alpha) h + c \, G \quad (c \text{ a number}), \qquad
-       h \leftarrow (1 - a_t) h + a_t \frac{N}{S} G \quad (\text{"calibrated"})
+    .. math:: H \leftarrow (1 - \alpha) H + c \, G \quad (c \text{ a number}), \qquad
+       H \leftarrow (1 - a_t) H + a_t \frac{N}{S} G \quad (\text{"calibrated"})
 
     The first is Eq. 11 for c = 1; it settles at c S / (α N) times the curvature of the data, so that α decides how
-    often these are counted. The second counts them once: a_t = α / (1 − (1 − α)^t) makes h a mean over all steps t, the
-    latest with most weight. In the paper the prior is forgotten with the rest of H; here 1/s² stays.
+    often these are counted. The second counts them once: a_t = α / (1 − (1 − α)^t) makes H a mean over all steps t, the
+    latest with most weight. In the paper the prior is forgotten with the rest of H; here 1/s² stays. Kronecker factors
+    are sums over data, and move one by one.
 
-    Post hoc: train by any means, then :meth:`post_hoc`, one pass for h, exactly that of all data. Online training goes
-    on best from there. From scratch h is unknown, and a prior that is wide beside 1 / √fan-in drowns codes in noise:
+    Post hoc: train by any means, then :meth:`post_hoc`, one pass for H, that of all data. Online training goes on best
+    from there. From scratch H is unknown, and a prior that is wide beside 1 / √fan-in drowns codes in noise:
     then the encoder has no curvature, and the noise stays. In a loop of one's own:
 
     .. code-block:: python
@@ -57,8 +65,11 @@ class LaplacianAutoencoder(AutoencoderObjective):
 
     Args:
         args: encoder, decoder, likelihood ... as :class:`AutoencoderObjective` takes them.
-        method: of the diagonal: "approximate", "mixed" or "exact", see :meth:`LayerwiseCurvature.diagonal`.
+        method: "kron", or of a diagonal: "approximate", "mixed" or "exact", see :meth:`LayerwiseCurvature.diagonal`.
         bound: for "mixed", up to how many columns M is whole: with more than the codes have, encoders are exact.
+        columns: for "kron", how many random columns of the curvature's root each example of a batch has: as many
+            backward passes.
+        every: for "kron", steps between eigendecompositions: what is drawn from in training may be so old.
         alpha: α, how fast curvature is forgotten.
         scale: "calibrated", or c.
         num_samples: networks drawn at each step.
@@ -74,6 +85,8 @@ class LaplacianAutoencoder(AutoencoderObjective):
         *args: Any,
         method: str = "approximate",
         bound: float | None = None,
+        columns: int = 1,
+        every: int = 50,
         alpha: float = 1e-4,
         scale: float | str = "calibrated",
         num_samples: int = 1,
@@ -86,33 +99,51 @@ class LaplacianAutoencoder(AutoencoderObjective):
             raise ValueError(f'scale must be "calibrated" or a positive number, but is {scale!r}')
         if num_samples < 1:
             raise ValueError(f"num_samples must be at least 1, but is {num_samples}")
-        size_limit(method, bound)
-        self.method, self.bound, self.alpha, self.scale = method, bound, float(alpha), scale
-        self.num_samples = num_samples
+        if method == "kron" and bound is not None:
+            raise ValueError(f'bound must be None for method="kron", but is {bound}')
+        self.method, self.alpha, self.scale, self.num_samples = method, float(alpha), scale, num_samples
         self._told |= {"method": method, "bound": str(bound), "alpha": str(self.alpha), "scale": str(scale)}
         self._told |= {"num_samples": str(num_samples)}
-        self.register_buffer("h", torch.zeros_like(self.prior_std))
+        common = self.net, self.layout, self._output_root, self.prior_std
+        self.curvatures: RunningCurvature
+        if method == "kron":
+            self.curvatures = RunningKronecker(*common, columns, every)
+            self._told |= {"columns": str(columns), "every": str(every)}
+        else:
+            self.curvatures = RunningDiagonal(*common, method, bound)
         self.register_buffer("mass", torch.zeros((), dtype=torch.float64, device=self.prior_std.device))
-        self.h: Tensor  # (P,)
-        self.mass: Tensor  # (), 1 − (1 − α)^t: how much of a mean h is
-        with evaluating(self.net):
-            self._layers = LayerwiseCurvature(self.net)
+        self.register_buffer("updates", torch.zeros((), dtype=torch.int64, device=self.prior_std.device))
+        self.mass: Tensor  # (), 1 − (1 − α)^t: how much of a mean H is
+        self.updates: Tensor  # (), t
+
+    def _output_root(self, y: Tensor, f: Tensor) -> SiteBlocks:
+        return self.likelihood.expand(self._targets(y, f), f).R
+
+    @property
+    def h(self) -> Tensor:  # (P,)
+        """The eigenvalues of H: its diagonal where it is diagonal."""
+        return self.curvatures.eigenvalues()
 
     # q
 
     def variances(self) -> Tensor:  # (P,)
-        """Return 1 / (h + 1/s²)."""
-        return (self.h + self.prior_std**-2).reciprocal()
+        """Return the diagonal of (H + I/s²)⁻¹."""
+        covariances = self.curvatures.covariances(self.prior_std)
+        sizes = zip(self.layout.names, self.layout.sizes, strict=True)
+        return torch.cat([covariances[name].diagonal(p) for name, p in sizes])
 
     def draw(self, generator: torch.Generator | None = None) -> Tensor:  # (P,)
-        """Return θ + ε σ, differentiable in θ.
+        """Return θ + L ε with L Lᵀ = (H + I/s²)⁻¹, differentiable in θ.
 
         Args:
             generator: of ε; by default this object's own.
         """
+        return self._drawn(self.curvatures.covariances(self.prior_std, fresh=False), generator or self.generator)
+
+    def _drawn(self, covariances: dict[str, Covariance], generator: torch.Generator) -> Tensor:  # (P,)
         theta = self.mean()
-        noise = torch.randn(theta.shape, generator=generator or self.generator, dtype=theta.dtype, device=theta.device)
-        return theta + self.variances().sqrt() * noise
+        noise = torch.randn(theta.shape, generator=generator, dtype=theta.dtype, device=theta.device)
+        return theta + rows_times(noise, {name: cov.root().mT for name, cov in covariances.items()}, self.layout)
 
     def draws(self, n: int, generator: torch.Generator | None = None) -> Iterator[Autoencoder]:
         """Yield n networks drawn from q.
@@ -121,11 +152,12 @@ class LaplacianAutoencoder(AutoencoderObjective):
             n: how many.
             generator: by default seed 0, so that they repeat.
         """
-        generator = generator or torch.Generator(self.h.device).manual_seed(0)
+        generator = generator or torch.Generator(self.prior_std.device).manual_seed(0)
+        covariances = self.curvatures.covariances(self.prior_std)
         for _ in range(n):
             drawn = deepcopy(self.net).eval().requires_grad_(False)
             with torch.no_grad():
-                for name, value in self.layout.split(self.draw(generator)).items():
+                for name, value in self.layout.split(self._drawn(covariances, generator)).items():
                     drawn.get_parameter(name).copy_(value)
             yield drawn
 
@@ -146,37 +178,27 @@ class LaplacianAutoencoder(AutoencoderObjective):
         divergence = (self.mean() / self.prior_std).square().sum() / 2
         return Terms(total / self.num_samples, torch.zeros_like(total), divergence / self._size(), self.beta)
 
-    def curvature(self, x: Input, y: Tensor | None = None) -> Tensor:  # (P,)
-        """Return the diagonal of Σ_n J_nᵀ Λ_n J_n at θ.
-
-        Args:
-            x: any number of inputs, all at once.
-            y: what is reconstructed; by default x.
-        """
-        target = self._own(x, y)
-        with evaluating(self.net):
-            parts = self._layers.diagonal(
-                x, lambda f: self.likelihood.expand(self._targets(target, f), f).R, self.method, self.bound
-            )
-        return torch.cat([parts[name] for name in self.layout.names])
-
     def update(self, x: Input, y: Tensor | None = None) -> None:
-        """Move h by a minibatch, at θ as it is now: call it between the gradient and the step.
+        """Move H by a minibatch, at θ as it is now: call it between the gradient and the step.
 
         Args:
             x: S inputs.
             y: what is reconstructed; by default x.
         """
-        G = self.curvature(x, y)
+        y = self._own(x, y)
+        seed = _APART + self.seed * 1_000_003 + int(self.updates)
+        G = self.curvatures.of(x, y, torch.Generator(self.prior_std.device).manual_seed(seed))
         with torch.no_grad():
+            self.updates.add_(1)
             self.mass.mul_(1 - self.alpha).add_(self.alpha)
             if self.scale == "calibrated":
-                self.h.lerp_(self._size() / len(self._own(x, y)) * G, self.alpha / self.mass.item())
+                a = self.alpha / self.mass.item()
+                self.curvatures.move(G, 1 - a, a * self._size() / len(y))
             else:
-                self.h.mul_(1 - self.alpha).add_(G, alpha=float(self.scale))
+                self.curvatures.move(G, 1 - self.alpha, float(self.scale))
 
     def before_step(self, x: Input, y: Tensor) -> None:
-        """Move h."""
+        """Move H."""
         self.update(x, y)
 
     # After training
@@ -184,7 +206,7 @@ class LaplacianAutoencoder(AutoencoderObjective):
     def post_hoc(
         self, data: Any, batch_size: int = 128, progress: bool | None = None, memory_budget: int = 4 << 30
     ) -> Posterior:
-        """Set h to the curvature of all data at θ, by one pass, and return the posterior.
+        """Set H to the curvature of all data at θ, by one pass, and return the posterior.
 
         Args:
             data: X, a Dataset or a DataLoader.
@@ -198,26 +220,28 @@ class LaplacianAutoencoder(AutoencoderObjective):
         from ntkgp.training.loop import checked_source
 
         lin, source = checked_source(self, self._pairs(data))
-        h, n = torch.zeros_like(self.h), 0
+        total: dict[str, Tensor] = {}
+        n, generator = 0, torch.Generator(lin.device).manual_seed(_APART + self.seed)
         batches = shuffled(source, batch_size, torch.Generator().manual_seed(self.seed), lin, self.likelihood)
         for batch in tqdm(batches, desc="curvature", unit="batches", disable=hidden(progress)):
-            h += self.curvature(batch.x, batch.y)
+            for name, t in self.curvatures.of(batch.x, batch.y, generator).items():
+                total[name] = total[name].add_(t) if name in total else t
             n += len(batch)
         if self.num_data not in (None, n):
             raise ValueError(f"num_data is {self.num_data}, but data have {n} points")
         self.num_data = n
-        self.h.copy_(h)
+        self.curvatures.take(total)
         self.mass.fill_(1.0)
         return self._posterior(lin, source, memory_budget)
 
     def tune(self, steps: int = 100) -> float:
-        """Move the precision 1/s² to MacKay's fixed point γ / ‖θ‖² under h, and return s.
+        """Move the precision 1/s² to MacKay's fixed point γ / ‖θ‖² under H, and return s.
 
         Args:
             steps: at most.
 
         Raises:
-            ValueError: if the prior has more than one precision, or h is not known yet.
+            ValueError: if the prior has more than one precision, or H is not known yet.
         """
         if not self._isotropic:
             raise ValueError("tune needs one prior_std for all weights, but it was given by name: tune the posterior")
@@ -233,6 +257,13 @@ class LaplacianAutoencoder(AutoencoderObjective):
         self.prior_std.fill_(precision.rsqrt().item())
         return self.prior_std[0].item()
 
+    def prior_over(self, lin: Linearization) -> Prior:
+        """Return the prior; where it was given by name and H has correlations, with one precision a parameter."""
+        if self._isotropic or self.method != "kron":
+            return super().prior_over(lin)
+        precisions = torch.stack([part[0] ** -2 for part in self.prior_std.split(self.layout.sizes)])
+        return Grouped(lin, {name: [name] for name in self.layout.names}, precisions)
+
     def posterior_of(self, model: LinearModel, prior: Prior) -> Posterior:
         """Return q."""
-        return GivenDiagonalPosterior.of(model, prior, model.likelihood, self.variances())
+        return self.curvatures.posterior(model, prior)

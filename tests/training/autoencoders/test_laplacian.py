@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from autoencoding import NOISE, N, images, lae, parts, same, states
 from cases import dense_jacobian
 from torch import nn
 from torch.testing import assert_close
@@ -12,40 +13,10 @@ from ntkgp.posteriors import GivenDiagonalPosterior
 from ntkgp.training import LaplacianAutoencoder
 from ntkgp.training.autoencoders import Autoencoder, Heads
 
-N, NOISE = 12, 0.3
-
-
-def parts(seed=1):
-    torch.manual_seed(seed)
-    encoder = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8, 2))
-    decoder = nn.Sequential(
-        *(nn.Linear(2, 8), nn.Tanh(), nn.Unflatten(1, (2, 2, 2)), nn.Upsample(scale_factor=2)),
-        nn.Conv2d(2, 1, 3, padding=1),
-    )
-    dtype = torch.get_default_dtype()
-    return encoder.to(dtype), decoder.to(dtype)
-
-
-def images(n=N):
-    return torch.rand(n, 1, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.get_default_dtype())
-
-
-def lae(seed=0, **options):
-    noise = ntkgp.likelihoods.Gaussian(NOISE, learn_noise=False)
-    return LaplacianAutoencoder(*parts(), noise, seed=seed, **({"num_data": N, "method": "exact"} | options))
-
 
 def dense_diagonal(objective, x):  # (P,)
     J = dense_jacobian(objective.net.eval(), x, objective.layout.names)
     return J.square().sum((0, 1)) / NOISE
-
-
-def states(objective):
-    return {name: t.clone() for name, t in objective.state_dict().items()}
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 # h
@@ -119,11 +90,12 @@ def test_after_a_pass_the_online_update_goes_on_from_it(float64):
 
 def test_a_decoder_of_variances_has_the_curvature_of_its_likelihood(float64):
     encoder, mean = parts()
-    objective = LaplacianAutoencoder(encoder, Heads(mean, parts(2)[1]), "heteroscedastic", N, method="exact")
+    objective = LaplacianAutoencoder(encoder, Heads(mean, parts(2)[1]), "heteroscedastic", method="exact")
     x = images(3)
     J = dense_jacobian(objective.net.eval(), x, objective.layout.names)
     precision = torch.cat([(-objective.net(x)[:, 16:]).exp(), torch.full((3, 16), 0.5)], 1)
-    assert_close(objective.curvature(x), torch.einsum("ncp,nc->p", J.square(), precision), rtol=1e-9, atol=1e-12)
+    objective.post_hoc(x)
+    assert_close(objective.h, torch.einsum("ncp,nc->p", J.square(), precision), rtol=1e-9, atol=1e-12)
 
 
 # The gradient
@@ -191,10 +163,11 @@ class Stopped(Exception):
     pass
 
 
+@pytest.mark.parametrize("structure", [{"method": "mixed", "bound": 4}, {"method": "kron", "every": 3}])
 @pytest.mark.parametrize("scale", ["calibrated", 1.0])
-def test_a_run_that_goes_on_equals_one_that_was_not_stopped(scale, tmp_path, monkeypatch):
+def test_a_run_that_goes_on_equals_one_that_was_not_stopped(scale, structure, tmp_path, monkeypatch):
     options = {"epochs": 4, "batch_size": 5, "lr": 1e-2, "milestones": (2,)}
-    settings = {"scale": scale, "alpha": 0.05, "method": "mixed", "bound": 4, "seed": 4}
+    settings = {"scale": scale, "alpha": 0.05, "seed": 4} | structure
     whole = lae(**settings)
     whole.fit(images(), **options)
     monkeypatch.setattr("ntkgp.training.loop._EVERY", 2)
@@ -269,7 +242,7 @@ def test_bad_input_is_named():
         ({"scale": "data"}, "scale must be \"calibrated\" or a positive number, but is 'data'"),
         ({"scale": -1.0}, "scale must be"),
         ({"num_samples": 0}, "num_samples must be at least 1"),
-        ({"method": "kron"}, "method must be one of approximate, mixed, exact, but is 'kron'"),
+        ({"method": "full"}, "method must be one of approximate, mixed, exact, but is 'full'"),
         ({"method": "mixed"}, "bound must be a number"),
     ):
         with pytest.raises(ValueError, match=message):
