@@ -16,8 +16,8 @@ from ntkgp.linearization.features import Features
 from ntkgp.linearization.graph import Trace, trace
 from ntkgp.linearization.inputs import Input, batch_size, leaves, map_leaves, rebuild, take, validate_input, wants_grad
 from ntkgp.linearization.layout import ParameterLayout
-from ntkgp.linearization.probe import probe, tolerance
-from ntkgp.linearization.products import JVP, JVPS, JVPS_IN_REVERSE, DifferentiableJVP, vjp
+from ntkgp.linearization.probe import probe
+from ntkgp.linearization.products import JVP, JVPS, JVPS_IN_REVERSE, DifferentiableJVP, first_consistent, vjp
 from ntkgp.linearization.rules import CONVOLUTION
 from ntkgp.linearization.snapshot import Selection, Snapshot
 
@@ -423,26 +423,10 @@ class Linearization:
         return f if self._seeds is None else f @ self._seeds.mT
 
     def _forward_product(self, x: Input, analysis: Analysis) -> JVP:
-        """Choose once how to compute J v: the first way that runs and satisfies ⟨u, J v⟩ = ⟨Jᵀu, v⟩."""
-        if self._jvp is not None:
-            return self._jvp
-        x = take(map_leaves(Tensor.detach, x), slice(2))
-        generator = torch.Generator().manual_seed(0)
-        v = torch.randn(2, self.num_params, generator=generator, dtype=self.dtype).to(self.device)
-        with torch.no_grad():
-            f = self._net(x)
-        u = torch.randn(f.shape, generator=generator, dtype=self.dtype).to(self.device)
-        pulled = vjp(self._net, x, u.unsqueeze(0))[0]
-        truth, bound = v @ pulled, tolerance(self.dtype) * v.norm(dim=1) * pulled.norm()
-        for product in JVPS if analysis.forward_mode else JVPS_IN_REVERSE:
-            try:
-                found = (product(self._net, x, v)[1] * u).sum((1, 2))
-            except (RuntimeError, NotImplementedError):  # no forward mode or no batching rule for an operation
-                continue
-            if ((found - truth).abs() <= bound).all():
-                self._jvp = product
-                return product
-        raise ValueError("no way to compute J v agrees with Jᵀu: the network's derivatives are inconsistent")
+        if self._jvp is None:
+            ways = JVPS if analysis.forward_mode else JVPS_IN_REVERSE
+            self._jvp = first_consistent(ways, self._net, take(map_leaves(Tensor.detach, x), slice(2)))
+        return self._jvp
 
 
 def _twice(leaf: Tensor) -> Tensor:

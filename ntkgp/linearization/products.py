@@ -1,6 +1,6 @@
 """J v and Jᵀ u without J: forward and reverse mode through the whole network."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +11,10 @@ from torch.func import vmap
 
 from ntkgp.linearization.capture import fallback_jacobian
 from ntkgp.linearization.inputs import Input, batch_size, take
+from ntkgp.linearization.probe import tolerance
 from ntkgp.linearization.snapshot import Snapshot
 
-__all__ = ["JVP", "JVPS", "JVPS_IN_REVERSE", "DifferentiableJVP", "vjp"]
+__all__ = ["JVP", "JVPS", "JVPS_IN_REVERSE", "DifferentiableJVP", "first_consistent", "vjp"]
 
 Product = tuple[Tensor, Tensor]  # f, (N, outputs), and J v, (S, N, outputs)
 
@@ -80,6 +81,29 @@ def _forward(net: Snapshot, x: Input, v: Tensor) -> Product:  # (P,) -> (N, outp
 JVPS_IN_REVERSE = (jvp_by_double_backward, jvp_by_jacobian)
 JVPS = (jvp_vmapped, jvp_looped, *JVPS_IN_REVERSE)  # fastest first
 JVP = Callable[[Snapshot, Input, Tensor], Product]
+
+
+def first_consistent(ways: Sequence[JVP], net: Snapshot, x: Input) -> JVP:
+    """Return the first way to compute J v that runs and satisfies ⟨u, J v⟩ = ⟨Jᵀu, v⟩ at ``x``.
+
+    Raises:
+        ValueError: if none does.
+    """
+    dtype, generator = net.dtype, torch.Generator().manual_seed(0)
+    v = torch.randn(2, net.layout.num_params, generator=generator, dtype=dtype).to(net.device)
+    with torch.no_grad():
+        f = net(x)
+    u = torch.randn(f.shape, generator=generator, dtype=dtype).to(net.device)
+    pulled = vjp(net, x, u.unsqueeze(0))[0]
+    truth, bound = v @ pulled, tolerance(dtype) * v.norm(dim=1) * pulled.norm()
+    for way in ways:
+        try:
+            found = (way(net, x, v)[1] * u).sum((1, 2))
+        except (RuntimeError, NotImplementedError):  # no forward mode or no batching rule for an operation
+            continue
+        if ((found - truth).abs() <= bound).all():
+            return way
+    raise ValueError("no way to compute J v agrees with Jᵀu: the network's derivatives are inconsistent")
 
 
 class DifferentiableJVP(torch.autograd.Function):
