@@ -165,6 +165,7 @@ MODELS: dict[str, Callable[[Trainer], StochasticAutoencoder]] = {
     "AE ensemble": Trainer.ensemble,
     "LAE post hoc, Kronecker": lambda t: t.post_hoc("kron"),
     "LAE online, Kronecker": lambda t: t.warm(t.S["alpha"], 1.0, "kron"),
+    "LAE online, calibrated, Kronecker": lambda t: t.warm(t.S["calibrated alpha"], "calibrated", "kron"),
     "LAE post hoc": lambda t: t.post_hoc("mixed"),
     "LAE online": lambda t: t.warm(t.S["alpha"], 1.0),
     "MC-AE": Trainer.dropout,
