@@ -181,8 +181,7 @@ class Linearization:
         analysis = self.learn(x)
         n = batch_size(x)
         _check_shape("u", u, (n, self.num_outputs))
-        U = u.reshape(-1, n, self.num_outputs)
-        U = U if self._seeds is None else U @ self._seeds
+        U = self._unprojected(u.reshape(-1, n, self.num_outputs))
         if wants_grad(x) or wants_grad(u):
             total = vjp(self._net, x, U, differentiable=True)
         else:
@@ -233,14 +232,14 @@ class Linearization:
             with self._net.differentiable(), torch.enable_grad():
                 f = self._net(pair)
                 t = trace(f, leaves(pair))
-                seeds = self._basis(f)
-                if u is not None:
-                    seeds = (u[:, start : start + n] @ seeds).expand(-1, len(f), -1)
-                found = capture(self._net, f, t, self._analysis_of(pair, t), seeds)
+                here = self._analysis_of(pair, t)
+                seeds = self._basis(f) if u is None else self._unprojected(u[:, start : start + n])
+                found = capture(self._net, f, t, here, seeds if u is None else seeds.expand(-1, len(f), -1))
             uses: dict[str, list[Factor]] = {name: [factor[:n] for _, factor in parts] for name, parts in found.items()}
-            for name in analysis.fallback:
-                J = self._by_example(part, [name], False)
-                uses[name] = [Dense(J if u is None else u[:, start : start + n].transpose(0, 1) @ J)]
+            if here.fallback:
+                J = self._by_example(part, here.fallback, False, None if u is None else seeds)
+                sizes = [self._sizes[name] for name in here.fallback]
+                uses |= {name: [Dense(dense)] for name, dense in zip(here.fallback, J.split(sizes, -1), strict=True)}
             yield slice(start, start + n), uses
 
     def pilot(self) -> Features:
@@ -407,17 +406,23 @@ class Linearization:
     def _sizes(self) -> dict[str, int]:
         return dict(zip(self.layout.names, self.layout.sizes, strict=True))
 
-    def _by_example(self, x: Input, names: Sequence[str], differentiable: bool) -> Tensor:  # (N, C, p)
+    def _by_example(
+        self, x: Input, names: Sequence[str], differentiable: bool, u: Tensor | None = None
+    ) -> Tensor:  # (N, C, p), or (N, S, p) for u of shape (S, N, outputs)
         parameters = [self._net.parameters[name] for name in names]
         rows = []
         for n in range(batch_size(x)):
             with self._net.differentiable(), torch.enable_grad():
                 f = self._net(take(x, slice(n, n + 1)))
-                rows.append(fallback_jacobian(f, parameters, self._basis(f), differentiable))
+                seeds = self._basis(f) if u is None else u[:, n]
+                rows.append(fallback_jacobian(f, parameters, seeds, differentiable))
         return torch.cat(rows)
 
     def _basis(self, f: Tensor) -> Tensor:  # (C, outputs)
         return torch.eye(f.shape[1], dtype=f.dtype, device=f.device) if self._seeds is None else self._seeds
+
+    def _unprojected(self, u: Tensor) -> Tensor:  # (..., C) -> (..., outputs)
+        return u if self._seeds is None else u @ self._seeds
 
     def _project(self, f: Tensor) -> Tensor:  # (..., outputs) -> (..., C)
         return f if self._seeds is None else f @ self._seeds.mT

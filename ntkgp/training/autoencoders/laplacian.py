@@ -26,7 +26,8 @@ from ntkgp.training.objective import Terms
 
 __all__ = ["LaplacianAutoencoder"]
 
-_APART = 1 << 40  # between the seeds of columns and those of draws, so that neither repeats the other
+# Added to seeds, so that columns do not repeat draws; within 32 bits, as torch's generator on a CPU reads no more.
+_ONLINE, _POST_HOC = 0x9E3779B9, 0x7F4A7C15
 
 
 class LaplacianAutoencoder(AutoencoderObjective):
@@ -186,7 +187,7 @@ class LaplacianAutoencoder(AutoencoderObjective):
             y: what is reconstructed; by default x.
         """
         y = self._own(x, y)
-        seed = _APART + self.seed * 1_000_003 + int(self.updates)
+        seed = _ONLINE + self.seed * 1_000_003 + int(self.updates)
         G = self.curvatures.of(x, y, torch.Generator(self.prior_std.device).manual_seed(seed))
         with torch.no_grad():
             self.updates.add_(1)
@@ -221,7 +222,7 @@ class LaplacianAutoencoder(AutoencoderObjective):
 
         lin, source = checked_source(self, self._pairs(data))
         total: dict[str, Tensor] = {}
-        n, generator = 0, torch.Generator(lin.device).manual_seed(_APART + self.seed)
+        n, generator = 0, torch.Generator(lin.device).manual_seed(_POST_HOC + self.seed)
         batches = shuffled(source, batch_size, torch.Generator().manual_seed(self.seed), lin, self.likelihood)
         for batch in tqdm(batches, desc="curvature", unit="batches", disable=hidden(progress)):
             for name, t in self.curvatures.of(batch.x, batch.y, generator).items():

@@ -18,6 +18,8 @@ from ntkgp.training.autoencoders.running import NamedTensors, OutputCurvature, R
 
 __all__ = ["RunningKronecker"]
 
+_GROWTH = 1.1  # of n, from which on spectra are taken anew
+
 
 class RunningKronecker(RunningCurvature):
     r"""H = :math:`\frac1n F_0 \otimes F_1` for each weight, in the order in which it is stored; F₀ alone for vectors.
@@ -27,7 +29,8 @@ class RunningKronecker(RunningCurvature):
     alike. Cotangents belong to random columns R ε of each example: as many backward passes, not one for each output.
 
     An eigendecomposition takes longer than a step, and H changes little in one: draws may be made from what it was
-    ``every`` batches ago. Spectra are part of the state, so that a run that goes on draws from the same.
+    ``every`` batches ago, or before n grew by a tenth. Spectra are part of the state, so that a run that goes on draws
+    from the same.
 
     Args:
         net: the network; its weights are read at every call.
@@ -52,8 +55,10 @@ class RunningKronecker(RunningCurvature):
         self.columns, self.every = columns, every
         self._lin: Linearization | None = None
         self.sums = NamedTensors({"n": torch.zeros((), dtype=like.dtype, device=like.device)})
-        # How many batches spectra are behind, from the start as many as are allowed.
-        self.spectra = NamedTensors({"age": torch.full((), every, device=like.device)})
+        # How many batches spectra are behind, from the start as many as are allowed; and n when they were taken.
+        self.spectra = NamedTensors(
+            {"age": torch.full((), every, device=like.device), "n": torch.zeros_like(self.sums["n"])}
+        )
 
     def of(self, x: Input, y: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         """Return F₀ and F₁ of each parameter, and n."""
@@ -88,16 +93,21 @@ class RunningKronecker(RunningCurvature):
 
     def covariances(self, s: Tensor, fresh: bool = True) -> dict[str, Covariance]:  # (P,)
         """Return the covariance of each parameter, in the basis of eigenvectors; s is one number in each."""
-        if not fresh and self.spectra["age"] >= self.every and self.sums["n"] > 0:
+        if not fresh and self._outdated():
             for name, now in self._spectra().items():
                 self.spectra.put({f"{key}:{name}": t for key, t in now.tensors().items()})
             self.spectra["age"].zero_()
+            self.spectra["n"].copy_(self.sums["n"])
         spectra = self._spectra() if fresh else self._kept()
         variances = [part[0].square() for part in s.split(self._layout.sizes)]
         return {
             name: spectra[name].covariance(v) if name in spectra else Uniform(v)
             for name, v in zip(self._layout.names, variances, strict=True)
         }
+
+    def _outdated(self) -> bool:
+        n = self.sums["n"]
+        return bool((n > 0) & ((self.spectra["age"] >= self.every) | (n > _GROWTH * self.spectra["n"])))
 
     def _spectra(self) -> dict[str, "_Spectrum"]:
         return {name: _Spectrum.of(block) for name, block in self._blocks().items()}

@@ -14,7 +14,7 @@ from ntkgp.posteriors.data import Data
 from ntkgp.posteriors.model import LinearModel
 from ntkgp.priors import Grouped
 from ntkgp.training import LaplacianAutoencoder
-from ntkgp.training.autoencoders.laplacian import _APART
+from ntkgp.training.autoencoders.laplacian import _ONLINE, _POST_HOC
 
 
 def kron(**options):
@@ -50,7 +50,7 @@ def dense(objective):
 def test_one_example_has_the_exact_blocks_of_its_columns(columns, float64):
     objective, x = linear(num_data=1, columns=columns, scale=1.0), torch.rand(1, 4)
     objective.update(x)
-    generator = torch.Generator().manual_seed(_APART)
+    generator = torch.Generator().manual_seed(_ONLINE)
     u = torch.randn(columns, 1, 4, generator=generator) / (NOISE * columns) ** 0.5
     J = dense_jacobian(objective.net.eval(), x, objective.layout.names)
     g = torch.einsum("snc,ncp->sp", u, J)
@@ -82,7 +82,7 @@ def test_a_pass_over_all_data_is_that_of_a_kronecker_posterior_with_the_same_col
     lin = ntkgp.Linearization(objective.net, example=x)
     gaussian = ntkgp.likelihoods.Gaussian(NOISE)
     model = LinearModel(lin, Data(x[order], x[order].flatten(1)), gaussian)
-    truth = KroneckerPosterior(model, ntkgp.priors.Isotropic(lin, 4.0), gaussian, num_samples=2, seed=_APART)
+    truth = KroneckerPosterior(model, ntkgp.priors.Isotropic(lin, 4.0), gaussian, num_samples=2, seed=_POST_HOC)
     found, expected = (p.latent(x[:3]).covariance_matrix for p in (post, truth))
     assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
