@@ -69,6 +69,7 @@ CASES = [
         _randn(3, 2, 3, 2),
     ),
     Case("transposed grouped", _conv(lambda: nn.ConvTranspose2d(4, 2, 2, groups=2, dilation=2)), _randn(3, 4, 2, 2)),
+    Case("transposed, one position", _conv(lambda: nn.ConvTranspose2d(5, 2, 2)), _randn(3, 5, 1, 1)),
     Case("1-d", _conv(lambda: nn.Conv1d(2, 3, 3, stride=2), lambda: nn.Conv1d(3, 2, 2)), _randn(3, 2, 9)),
     Case("3-d", _conv(lambda: nn.Conv3d(2, 3, (1, 2, 3), padding=(0, 1, 0))), _randn(3, 2, 2, 3, 4)),
     Case("resnet20", lambda: zoo.ResNet20(width=4), _randn(3, 3, 16, 16)),

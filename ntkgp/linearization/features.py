@@ -183,8 +183,10 @@ class Features:
                 dense[name] = torch.stack([part.dense() for part in parts]).sum(0) if parts[1:] else parts[0].dense()
         weights = {nodes: name for name, (nodes, outer) in outers.items() if _stays_factored(outer)}
         biases = {
-            weights[nodes]: name for name, (nodes, outer) in outers.items() if outer.A is None and nodes in weights
-        }
+            weights[nodes]: name
+            for name, (nodes, outer) in outers.items()
+            if outer.A is None and nodes in weights and outer.G.shape == outers[weights[nodes]][1].G.shape
+        }  # a transposed convolution's weight has cotangents of its own
         blocks = tuple(Block(name, biases.get(name), outers[name][1]) for name in weights.values())
         kept = {*weights.values(), *biases.values()}
         places = {} if into is None else {name: d.J for d in into.dense for name in d.columns if len(d.columns) == 1}
