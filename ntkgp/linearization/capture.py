@@ -30,6 +30,7 @@ class Analysis:
     activations: int  # numbers per example in the whole graph
     flops: float = 0.0  # of a forward pass, per example
     norms: dict[str, int] = field(default_factory=dict)  # for scale-invariant parameters, the norm that makes them so
+    windows: int = 0  # numbers per example in the inputs that weights meet, position by position
     forward_mode: bool = True  # not for embeddings with padding: only reverse mode keeps their row from learning
 
     def covered(self) -> list[Use]:

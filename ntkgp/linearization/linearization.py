@@ -296,6 +296,9 @@ class Linearization:
     def again(self, net: nn.Module) -> "Linearization":
         """Return the linearisation of the same network where it is now: what was learnt of its graph stays.
 
+        What could not be told of it, as gradients were zero, may be told now: where a parameter has no rule, the graph
+        is looked at again.
+
         Args:
             net: the network, at other weights.
 
@@ -304,9 +307,14 @@ class Linearization:
         """
         new = copy(self)
         new._net = Snapshot(net, list(self.layout.names))
-        if new.layout != self.layout:
-            raise ValueError("net has parameters of other shapes: it is another network")
+        now = new.layout.shapes, new.dtype, new.device
+        if now != (self.layout.shapes, self.dtype, self.device):
+            raise ValueError("net has parameters of other shapes, another dtype or device: it is another network")
         new._pilots, new.cache = {}, InputCache()
+        new._analyses = {key: analysis for key, analysis in self._analyses.items() if not analysis.fallback}
+        new._examples = dict(self._examples)
+        for x in self._examples.values():
+            new.learn(x)
         return new
 
     def restrict(self, parameters: Selection) -> "Linearization":
@@ -385,7 +393,9 @@ class Linearization:
         return max(2, _CAPTURE_BYTES // max(1, self._capture_bytes(analysis, columns)))
 
     def _capture_bytes(self, analysis: Analysis, columns: int | None = None) -> int:
-        return analysis.cotangents * ((self.num_outputs if columns is None else columns) + 1) * self.dtype.itemsize
+        if columns is None:
+            return analysis.cotangents * (self.num_outputs + 1) * self.dtype.itemsize
+        return (analysis.cotangents * (columns + 1) + analysis.windows) * self.dtype.itemsize
 
     def _analysis_of(self, x: Input, t: Trace) -> Analysis:
         """Return what is known of this very graph; a network may compute a large batch in another way than a small."""

@@ -15,6 +15,7 @@ from torch.autograd import grad
 from torch.utils.flop_counter import FlopCounterMode
 
 from ntkgp.linearization.capture import Analysis, capture, fallback_jacobian
+from ntkgp.linearization.factors import Outer
 from ntkgp.linearization.features import Features
 from ntkgp.linearization.graph import UNKNOWN, BatchAxis, Trace, Use, batch_axes, find_uses, trace
 from ntkgp.linearization.inputs import Input, batch_size, leaves, map_leaves, take
@@ -180,12 +181,17 @@ def _audited(net: Snapshot, x: Input, f: Tensor, t: Trace, analysis: Analysis, g
     }
     while True:
         try:
-            found = Features.assemble(len(f), len(seeds), capture(net, f, t, analysis, seeds)).vjp(u[None])
+            factors = capture(net, f, t, analysis, seeds)
+            found = Features.assemble(len(f), len(seeds), factors).vjp(u[None])
             break
         except RuleFailed as failure:
             analysis = replace(analysis, fallback=tuple(sorted({*analysis.fallback, *failure.use.target.parameters})))
+    outers = [factor for uses in factors.values() for _, factor in uses if isinstance(factor, Outer)]
+    windows = sum(outer.A.numel() for outer in outers if outer.A is not None) // len(f)
     ruled = [name for name in net.layout.names if name not in analysis.fallback]
-    analysis = replace(analysis, fallback=tuple(sorted({*analysis.fallback, *_differing(ruled, found, truth)})))
+    analysis = replace(
+        analysis, fallback=tuple(sorted({*analysis.fallback, *_differing(ruled, found, truth)})), windows=windows
+    )
     unexplained = _differing(analysis.fallback, _fallback_vjp(net, x, analysis.fallback, seeds, u), truth)
     if unexplained:
         raise ValueError(

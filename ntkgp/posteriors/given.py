@@ -1,5 +1,6 @@
 """Covariances that were learnt elsewhere: what training with uncertainty ends in."""
 
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -20,14 +21,21 @@ class _Given(BlockPosterior):
     """Statistics as they were given, not from the training data.
 
     Under the prior it was learnt with, Σ is what was learnt; under another, the curvature is what the data said, and
-    evidence, γ and tuning are those of its structure. Refinement moves the mean and leaves the curvature alone.
+    evidence, γ and tuning are those of its structure. Refinement moves the mean and leaves the curvature alone. Where
+    Λ = w Λ_1, as for one Gaussian noise, it follows w; else it belongs to the likelihood it was learnt with.
     """
 
     def _statistics(self) -> Any:
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self._curvature_parameters()):
+            raise NotImplementedError(
+                f"a curvature that was given does not follow the hyperparameters of {type(self.likelihood).__name__}: "
+                "fix them with requires_grad_(False)"
+            )
         return self._kept
 
-    def _atoms(self) -> None:
-        """Return None: what was given belongs to the noise it was learnt with."""
+    def _atoms(self) -> Tensor | None:  # (1, C)
+        atoms = super()._atoms()
+        return atoms if atoms is not None and len(atoms) == 1 else None
 
     def _at(
         self,
@@ -68,7 +76,8 @@ class GivenDiagonalPosterior(_Given, DiagonalPosterior):
             )
         posterior = cls(model, prior, likelihood)
         with torch.no_grad():
-            posterior._kept = (variances.reciprocal() - posterior._prior_variances().reciprocal()).unsqueeze(0)
+            h = variances.reciprocal() - posterior._prior_variances().reciprocal()
+            posterior._kept = (h / posterior._coefficients()).unsqueeze(0)
         return posterior
 
 
@@ -85,8 +94,20 @@ class GivenKroneckerPosterior(_Given, KroneckerPosterior):
             model: the linear model at the posterior's mean.
             prior: one that keeps Kronecker structure.
             likelihood: p(y | f).
-            blocks: by parameter; those without one keep their prior.
+            blocks: by parameter, in the order in which it is stored; those without one keep their prior.
+
+        Raises:
+            ValueError: if a block is of no parameter, or does not fit it.
         """
         posterior = cls(model, prior, likelihood)
-        posterior._kept = blocks
+        sizes = dict(zip(model.lin.layout.names, model.lin.layout.sizes, strict=True))
+        for name, block in blocks.items():
+            if name not in sizes:
+                raise ValueError(f"blocks names {name!r}, which is not a parameter of the network")
+            found = block.G.shape[-1] * (1 if block.A is None else block.A.shape[-1])
+            if found != sizes[name]:
+                raise ValueError(f"blocks[{name!r}] must be for {sizes[name]} numbers, but is for {found}")
+        with torch.no_grad():
+            (w,) = posterior._coefficients()
+            posterior._kept = {name: replace(block, G=block.G / w) for name, block in blocks.items()}
         return posterior

@@ -75,10 +75,7 @@ class KroneckerPosterior(BlockPosterior):
 
     def _factors(self, name: str) -> tuple[Tensor, Tensor]:  # (d_out, d_out), (d_in, d_in)
         """Return G and A under the current noise, in the order in which the parameter is stored."""
-        block = self._statistics().get(name)
-        if block is None:  # the network does not use it
-            one = torch.ones_like(self.lin.theta[:1]).unsqueeze(0)
-            return one.new_zeros(self._size(name), self._size(name)), one
+        block = self._statistics()[name]
         G = torch.tensordot(self._coefficients(), block.G, 1)
         A = G.new_ones(1, 1) if block.A is None else block.A
         return (A, G) if block.transposed else (G, A)
@@ -98,6 +95,9 @@ class KroneckerPosterior(BlockPosterior):
     def _covariances(self) -> dict[str, Covariance]:
         found: dict[str, Covariance] = {}
         for name, cov in self.prior.covariances().items():
+            if name not in self._statistics():  # data say nothing of it
+                found[name] = cov
+                continue
             G, A = self._whitened(name, cov)
             (g, QG), (a, QA) = _eigh(G), _eigh(A)
             if isinstance(cov, Uniform):
@@ -118,6 +118,8 @@ class KroneckerPosterior(BlockPosterior):
     def _log_det(self) -> Tensor:  # ()
         total = torch.zeros_like(self.lin.theta[0])
         for name, cov in self.prior.covariances().items():
+            if name not in self._statistics():
+                continue
             G, A = self._whitened(name, cov)
             g, a = torch.linalg.eigvalsh(G).clamp(min=0), torch.linalg.eigvalsh(A).clamp(min=0)
             if self.damped and isinstance(cov, Uniform):

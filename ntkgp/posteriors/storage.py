@@ -36,7 +36,7 @@ from ntkgp.priors import ConvFilterGP, GPrior, Grouped, Prior
 
 __all__ = ["load", "save"]
 
-FORMAT, VERSION = "ntkgp posterior", 2  # 2: temperatures
+FORMAT, VERSION = "ntkgp posterior", 3  # 2: temperatures; 3: a curvature that was given follows the noise
 _POSTERIORS: dict[str, type[Posterior]] = {
     kind.method: kind
     for kind in (
@@ -266,6 +266,8 @@ def _rebuilt(
         posterior._keep(blocks)
     elif isinstance(posterior, WeightSpacePosterior):
         posterior._keep(tensors["statistics"])
+        if isinstance(posterior, GivenDiagonalPosterior) and meta["version"] < 3:  # it belonged to the noise
+            posterior._kept = posterior._kept / posterior._coefficients().detach()
     return posterior
 
 

@@ -69,8 +69,9 @@ class LaplacianAutoencoder(AutoencoderObjective):
         method: "kron", or of a diagonal: "approximate", "mixed" or "exact", see :meth:`LayerwiseCurvature.diagonal`.
         bound: for "mixed", up to how many columns M is whole: with more than the codes have, encoders are exact.
         columns: for "kron", how many random columns of the curvature's root each example of a batch has: as many
-            backward passes.
-        every: for "kron", steps between eigendecompositions: what is drawn from in training may be so old.
+            backward passes; by default 1.
+        every: for "kron", steps between eigendecompositions: what is drawn from in training may be so old; by default
+            50.
         alpha: α, how fast curvature is forgotten.
         scale: "calibrated", or c.
         num_samples: networks drawn at each step.
@@ -86,8 +87,8 @@ class LaplacianAutoencoder(AutoencoderObjective):
         *args: Any,
         method: str = "approximate",
         bound: float | None = None,
-        columns: int = 1,
-        every: int = 50,
+        columns: int | None = None,
+        every: int | None = None,
         alpha: float = 1e-4,
         scale: float | str = "calibrated",
         num_samples: int = 1,
@@ -100,14 +101,17 @@ class LaplacianAutoencoder(AutoencoderObjective):
             raise ValueError(f'scale must be "calibrated" or a positive number, but is {scale!r}')
         if num_samples < 1:
             raise ValueError(f"num_samples must be at least 1, but is {num_samples}")
-        if method == "kron" and bound is not None:
-            raise ValueError(f'bound must be None for method="kron", but is {bound}')
+        foreign = {"bound": bound} if method == "kron" else {"columns": columns, "every": every}
+        for name, value in foreign.items():
+            if value is not None:
+                raise ValueError(f"{name} must be None for method={method!r}, but is {value}")
         self.method, self.alpha, self.scale, self.num_samples = method, float(alpha), scale, num_samples
         self._told |= {"method": method, "bound": str(bound), "alpha": str(self.alpha), "scale": str(scale)}
         self._told |= {"num_samples": str(num_samples)}
         common = self.net, self.layout, self._output_root, self.prior_std
         self.curvatures: RunningCurvature
         if method == "kron":
+            columns, every = 1 if columns is None else columns, 50 if every is None else every
             self.curvatures = RunningKronecker(*common, columns, every)
             self._told |= {"columns": str(columns), "every": str(every)}
         else:

@@ -1,7 +1,7 @@
 """The curvature of data as sums that are moved batch by batch: what a Gaussian over weights is read from."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,20 +23,30 @@ OutputCurvature = Callable[[Tensor, Tensor], SiteBlocks]  # targets, outputs -> 
 
 
 class NamedTensors(nn.Module):
-    """Buffers that a ``state_dict`` brings along, whatever there are; at least one is there from the start."""
+    """Buffers that come with a ``state_dict``, as many as it has.
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    Args:
+        start: those that are there from the start, and stay; one of them tells the dtype and the device of others.
+        others: names that may come.
+    """
+
+    def __init__(self, start: Mapping[str, Tensor], others: Iterable[str] = ()) -> None:
         super().__init__()
-        self.put(tensors)
+        self._start, self._others = frozenset(map(_key, start)), frozenset(map(_key, others))
+        self.put(start)
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over tensors under their names."""
         for name, t in tensors.items():
-            self.register_buffer(name.replace(".", "/"), t)  # torch does not allow dots
+            self.register_buffer(_key(name), t)
 
     def get(self, name: str) -> Tensor | None:
         """Return a tensor, or None."""
-        return self._buffers.get(name.replace(".", "/"))
+        return self._buffers.get(_key(name))
+
+    def drop(self, name: str) -> None:
+        """Forget a tensor, if it is there."""
+        self._buffers.pop(_key(name), None)
 
     def __getitem__(self, name: str) -> Tensor:
         """Return a tensor that is there."""
@@ -46,12 +56,19 @@ class NamedTensors(nn.Module):
         return found
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, *args: Any) -> None:
-        device = next(self.buffers()).device
-        own = {key.removeprefix(prefix): t for key, t in state_dict.items() if key.startswith(prefix)}
-        for name, t in own.items():
-            if name not in self._buffers or self[name].shape != t.shape:
-                self.register_buffer(name, torch.empty_like(t, device=device))
+        like = next(t for t in self.buffers() if t.is_floating_point())
+        for name in self._buffers.keys() - self._start:
+            self.drop(name)
+        for name in sorted(self._others):
+            if prefix + name in state_dict:
+                self.register_buffer(
+                    name, torch.empty_like(state_dict[prefix + name], device=like.device, dtype=like.dtype)
+                )
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _key(name: str) -> str:
+    return name.replace(".", "/")  # torch does not allow dots
 
 
 class RunningCurvature(nn.Module):
@@ -94,12 +111,16 @@ class RunningCurvature(nn.Module):
             keep: what the old sums are multiplied by.
             weight: what the new ones are multiplied by.
         """
+        for old in self.sums.buffers():
+            old.mul_(keep)
         for name, t in new.items():
-            old = self.sums.get(name)
-            self.sums.put({name: weight * t if old is None else old.mul_(keep).add_(t, alpha=weight)})
+            known = self.sums.get(name)
+            self.sums.put({name: weight * t if known is None else known.add_(t, alpha=weight)})
 
     def take(self, new: Mapping[str, Tensor]) -> None:
         """Take over sums in place of those that are known."""
+        for name in [name for name, _ in self.sums.named_buffers()]:
+            self.sums.drop(name)
         self.sums.put(new)
 
 

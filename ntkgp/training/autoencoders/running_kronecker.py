@@ -26,7 +26,8 @@ class RunningKronecker(RunningCurvature):
 
     One factor is Σ g gᵀ over cotangents g, the other Σ a aᵀ over inputs a, both sums over n examples (a mean over the
     positions of a convolution, see :class:`~ntkgp.curvature.kronecker.KroneckerBlock`), so that all three are forgotten
-    alike. Cotangents belong to random columns R ε of each example: as many backward passes, not one for each output.
+    alike; each weight has its own n. Cotangents belong to random columns R ε of each example: as many backward passes,
+    not one for each output.
 
     An eigendecomposition takes longer than a step, and H changes little in one: draws may be made from what it was
     ``every`` batches ago, or before n grew by a tenth. Spectra are part of the state, so that a run that goes on draws
@@ -49,16 +50,20 @@ class RunningKronecker(RunningCurvature):
     ) -> None:
         super().__init__()
         for name, value in (("columns", columns), ("every", every)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, but is {value}")
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number from 1 on, but is {value}")
         self._net, self._layout, self._root = (net,), layout, root  # in a tuple: it is not a part of this
         self.columns, self.every = columns, every
         self._lin: Linearization | None = None
-        self.sums = NamedTensors({"n": torch.zeros((), dtype=like.dtype, device=like.device)})
+        zero = torch.zeros((), dtype=like.dtype, device=like.device)
+        self.sums = NamedTensors({"n": zero.clone()}, self._keys("n01"))
         # How many batches spectra are behind, from the start as many as are allowed; and n when they were taken.
         self.spectra = NamedTensors(
-            {"age": torch.full((), every, device=like.device), "n": torch.zeros_like(self.sums["n"])}
+            {"age": torch.full((), every, device=like.device), "n": zero.clone()}, self._keys("gQaW")
         )
+
+    def _keys(self, kinds: str) -> list[str]:
+        return [f"{kind}:{name}" for name in self._layout.names for kind in kinds]
 
     def of(self, x: Input, y: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         """Return F₀ and F₁ of each parameter, and n."""
@@ -68,11 +73,14 @@ class RunningKronecker(RunningCurvature):
             R = self._root(y, lin(x))
             for some, uses in lin.factors(x, random_columns(R, self.columns, generator)):
                 factors.add(uses, [_same], some.stop - some.start)
-        found = {"n": self.sums["n"].new_tensor(float(batch_size(x)))}
-        for name, block in factors.blocks.items():
+        n = self.sums["n"].new_tensor(float(batch_size(x)))
+        found = {"n": n}
+        for name, own in zip(self._layout.names, lin.layout.names, strict=True):  # compiled modules have other names
+            if (block := factors.blocks.get(own)) is None:
+                continue
             G, A = block.G[0], block.A
             pair = (G,) if A is None else (A, G) if block.transposed else (G, A)
-            found |= {f"{side}:{name}": F for side, F in enumerate(pair)}
+            found |= {f"n:{name}": n.clone()} | {f"{side}:{name}": F for side, F in enumerate(pair)}
         return found
 
     def _linearised(self, x: Input) -> Linearization:
@@ -82,7 +90,14 @@ class RunningKronecker(RunningCurvature):
         return self._lin
 
     def move(self, new: dict[str, Tensor], keep: float, weight: float) -> None:  # type: ignore[override]
-        """Forget a part of what is known, and add a batch."""
+        """Forget a part of what is known, and add a batch; a block that has another form now starts anew."""
+        for name in self._layout.names:
+            keys = [f"{kind}:{name}" for kind in "n01"]
+            if keys[1] in new and [_shape(self.sums.get(key)) for key in keys] != [
+                _shape(new.get(key)) for key in keys
+            ]:
+                for key in keys:
+                    self.sums.drop(key)
         super().move(new, keep, weight)
         self.spectra["age"].add_(1)
 
@@ -125,7 +140,8 @@ class RunningKronecker(RunningCurvature):
         for name in self._layout.names:
             first, rest = (self.sums.get(f"{side}:{name}") for side in (0, 1))
             if first is not None:
-                found[name] = KroneckerBlock(first.unsqueeze(0), None if rest is None else rest / self.sums["n"])
+                A = None if rest is None else rest / self.sums[f"n:{name}"]
+                found[name] = KroneckerBlock(first.unsqueeze(0), A)
         return found
 
     def eigenvalues(self) -> Tensor:  # (P,)
@@ -137,7 +153,8 @@ class RunningKronecker(RunningCurvature):
 
     def posterior(self, model: LinearModel, prior: Prior) -> Posterior:
         """Return the posterior with these factors."""
-        blocks = {name: block.converted(torch.clone) for name, block in self._blocks().items()}
+        names = dict(zip(self._layout.names, model.lin.layout.names, strict=True))
+        blocks = {names[name]: block.converted(torch.clone) for name, block in self._blocks().items()}
         return GivenKroneckerPosterior.of(model, prior, model.likelihood, blocks)
 
 
@@ -167,6 +184,10 @@ class _Spectrum:
     def covariance(self, variance: Tensor) -> Rotated:
         """Return (H + I / variance)⁻¹."""
         return Rotated(self.Q, self.W, (self.values() + variance.reciprocal()).reciprocal())
+
+
+def _shape(t: Tensor | None) -> torch.Size | None:
+    return None if t is None else t.shape
 
 
 def _same(J: Tensor) -> Tensor:

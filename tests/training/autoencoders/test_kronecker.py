@@ -34,10 +34,9 @@ def sums(objective):
 
 def dense(objective):
     """H as a matrix, from the sums alone."""
-    found, n = sums(objective), objective.curvatures.sums["n"]
-    blocks = []
+    found, blocks = sums(objective), []
     for name, size in zip(objective.layout.names, objective.layout.sizes, strict=True):
-        first, rest = (found.get(f"{side}:{name}".replace(".", "/")) for side in (0, 1))
+        n, first, rest = (found.get(f"{kind}:{name}".replace(".", "/")) for kind in ("n", 0, 1))
         blocks.append(first if rest is None else torch.kron(first, rest / n))
         assert blocks[-1].shape == (size, size)
     return torch.block_diag(*blocks)
@@ -134,6 +133,91 @@ def test_random_columns_have_the_curvature_for_their_covariance(float64):
     assert_close(u.mT @ u, truth, rtol=0, atol=error.item())
 
 
+def test_columns_do_not_repeat_draws_nor_each_other(float64, monkeypatch):
+    x, objective = images(), kron(num_data=None)
+    seen = []
+    monkeypatch.setattr(
+        "ntkgp.training.autoencoders.running_kronecker.random_columns",
+        lambda *args: seen.append(random_columns(*args)) or seen[-1],
+    )
+    objective.post_hoc(x, batch_size=4)
+    objective.fit(x, epochs=1, batch_size=4)
+    noise = [torch.randn(5, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]  # of draws
+    heads = [u.flatten()[:5] * NOISE**0.5 for u in seen] + noise
+    assert len(seen) == 6
+    assert torch.pdist(torch.stack(heads)).min() > 0.1
+
+
+def test_layers_that_store_inputs_first_have_their_factors_in_that_order(float64):
+    torch.manual_seed(0)
+    decoder = nn.Sequential(nn.Unflatten(1, (2, 1, 1)), nn.ConvTranspose2d(2, 3, 2), nn.Flatten(), nn.Linear(12, 4))
+    objective = LaplacianAutoencoder(nn.Linear(4, 2).double(), decoder.double(), num_data=1, method="kron", scale=1.0)
+    x = torch.rand(1, 4)
+    objective.update(x)
+    u = torch.randn(1, 1, 4, generator=torch.Generator().manual_seed(_ONLINE))
+    J = dense_jacobian(objective.net.eval(), x, objective.layout.names)
+    g = torch.einsum("snc,ncp->p", u, J)[objective.layout.slices["decoder.1.weight"]]
+    at = objective.layout.slices["decoder.1.weight"]
+    assert_close(dense(objective)[at, at], torch.outer(g, g), rtol=1e-9, atol=1e-12)
+
+
+def test_a_compiled_encoder_has_the_curvature_of_the_eager_one(float64):
+    x, eager = images(), kron()
+    encoder, decoder = parts()
+    noise = ntkgp.likelihoods.Gaussian(NOISE, learn_noise=False)
+    compiled = LaplacianAutoencoder(torch.compile(encoder, backend="eager"), decoder, noise, N, method="kron")
+    for objective in (eager, compiled):
+        objective.update(x)
+    assert_close(compiled.h, eager.h, rtol=1e-9, atol=1e-12)
+    found, truth = (o.posterior(x).latent(x[:2]).covariance_matrix for o in (compiled, eager))
+    assert_close(found, truth, rtol=1e-9, atol=1e-12)
+
+
+class Tokens(nn.Module):
+    """A weight that meets several inputs of an example."""
+
+    def __init__(self):
+        super().__init__()
+        self.each, self.out = nn.Linear(2, 3), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.out(self.each(x).tanh().mean(1))
+
+
+def test_a_layer_that_gradients_reach_later_starts_anew_as_a_product(float64):
+    torch.manual_seed(0)
+    decoder = nn.Linear(2, 8)
+    nn.init.zeros_(decoder.weight)
+    both = Tokens().double(), decoder.double()
+    x = torch.rand(6, 4, 2)
+    objective = LaplacianAutoencoder(*both, num_data=6, method="kron", scale=1.0)
+    objective.update(x)
+    assert objective.curvatures.sums["0:encoder.each.weight"].shape == (6, 6)  # positions are not known: a dense block
+    nn.init.ones_(decoder.weight)
+    objective.update(x)
+    assert objective.curvatures.sums["0:encoder.each.weight"].shape == (3, 3)
+    assert objective.curvatures.sums["n:encoder.each.weight"] == 6
+    assert objective.curvatures.sums["n:decoder.weight"] > 11
+    other = LaplacianAutoencoder(Tokens().double(), nn.Linear(2, 8).double(), num_data=6, method="kron", scale=1.0)
+    other.load_state_dict(objective.state_dict())
+    other.update(x)
+    objective.update(x)
+    assert same(states(objective), states(other))
+
+
+def test_a_graph_that_was_not_probed_has_its_curvature_all_the_same(float64):
+    torch.manual_seed(0)
+    x = torch.rand(4, 2, 6).permute(2, 0, 1)  # examples last in memory: flattened in another way
+    both = Tokens().double(), nn.Linear(2, 8).double()
+    objective = LaplacianAutoencoder(*both, num_data=6, method="kron", scale=1.0)
+    objective.update(x)
+    u = torch.randn(1, 6, 8, generator=torch.Generator().manual_seed(_ONLINE))
+    J = dense_jacobian(objective.net.eval(), x, objective.layout.names)
+    g = torch.einsum("snc,ncp->np", u, J)
+    blocks = [part.mT @ part for part in g.split(objective.layout.sizes, dim=1)]  # dense: no product is known of it
+    assert_close(dense(objective), torch.block_diag(*blocks), rtol=1e-9, atol=1e-12)
+
+
 # q
 
 
@@ -157,8 +241,10 @@ def test_draws_variances_and_posterior_are_those_of_the_dense_covariance(float64
     loaded = ntkgp.load(tmp_path / "q", objective.net)
     assert type(loaded) is GivenKroneckerPosterior
     assert_close(loaded.latent(x[:3]).covariance_matrix, truth, rtol=1e-8, atol=1e-12)
-    objective.update(x)  # goes its way without the posterior
-    assert_close(post.latent(x[:3]).covariance_matrix, truth, rtol=1e-8, atol=1e-12)
+    unasked = objective.posterior(x)
+    objective.update(x)  # goes its way without its posteriors
+    for old in (post, unasked):
+        assert_close(old.latent(x[:3]).covariance_matrix, truth, rtol=1e-8, atol=1e-12)
 
 
 def test_training_draws_from_spectra_that_are_not_older_than_allowed(float64):
@@ -181,6 +267,20 @@ def test_training_draws_from_spectra_that_are_not_older_than_allowed(float64):
     objective.post_hoc(x)
     kept, fresh = kept_and_fresh()
     assert torch.equal(kept, fresh)
+    young = kron(every=50, alpha=1e-3, scale=1.0, prior_std=0.5)
+    for _ in range(9):  # n grows by more than a tenth in each
+        young.update(x)
+        young.draw()
+    assert young.curvatures.spectra["n"] == young.curvatures.sums["n"]
+
+
+def test_draws_are_made_from_h_as_it_is(float64):
+    x, objective = images(), kron(every=50, alpha=0.5, prior_std=0.5)
+    objective.update(x)
+    objective.draw()  # spectra are taken here
+    objective.update(1000 * x)
+    codes = torch.stack([nn.utils.parameters_to_vector(net.parameters()) for net in objective.draws(400)])
+    assert_close(codes.var(0).sum(), objective.variances().sum(), rtol=0.1, atol=0)
 
 
 def test_a_parameter_that_is_not_used_keeps_its_prior(float64):
@@ -235,6 +335,70 @@ def test_a_state_fits_an_objective_that_has_seen_nothing(float64):
     assert torch.equal(old.draw(generators[0]), new.draw(generators[1]))
 
 
+def test_a_state_replaces_what_was_known_in_this_dtype(float64):
+    x, objective = images(), kron()
+    empty = {name: t.clone() for name, t in objective.state_dict().items()}
+    objective.update(x)
+    objective.draw()
+    single = {name: t.float() if t.is_floating_point() else t for name, t in objective.state_dict().items()}
+    objective.load_state_dict(empty)
+    assert same(states(objective), empty)
+    assert_close(objective.variances(), torch.ones(objective.layout.num_params))
+    objective.load_state_dict(single)
+    assert all(t.dtype == torch.float64 for t in objective.curvatures.buffers() if t.is_floating_point())
+    assert objective.posterior(x).latent(x[:2]).covariance_matrix.dtype == torch.float64
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*curvatures\.sums\.h"):
+        objective.load_state_dict(lae().state_dict())
+
+
+def test_what_batches_do_not_use_is_forgotten_too(float64):
+    objective = kron(alpha=0.25, scale=1.0)
+    objective.update(images())
+    before = sums(objective)
+    new = {name: t for name, t in before.items() if "decoder" not in name}
+    objective.curvatures.move({name.replace("/", "."): t for name, t in new.items()}, 0.75, 1.0)
+    assert_close(sums(objective)["0:decoder/0/bias"], 0.75 * before["0:decoder/0/bias"])
+    objective.curvatures.take({name.replace("/", "."): t for name, t in new.items()})
+    assert "0:decoder/0/bias" not in sums(objective)
+
+
+def test_before_any_data_the_posterior_is_the_prior(float64):
+    x, objective = images(), kron(prior_std=0.5)
+    J = dense_jacobian(objective.net.eval(), x[:2], objective.layout.names)
+    post = objective.posterior(x)
+    assert_close(post.latent(x[:2]).covariance_matrix, J @ J.mT / 4, rtol=1e-9, atol=1e-12)
+    assert post._log_det() == 0
+
+
+@pytest.mark.parametrize("method", ["kron", "exact"])
+def test_curvature_that_was_given_follows_the_noise(method, float64):
+    x, objective = images(), lae(method=method)
+    objective.likelihood = ntkgp.likelihoods.Gaussian(NOISE)
+    objective.post_hoc(x)
+    post = objective.posterior(x)
+    post.likelihood.noise = 3 * NOISE
+    H = dense(objective) if method == "kron" else objective.h.diag()
+    covariance = torch.linalg.inv(H / 3 + torch.eye(len(H)))
+    J = dense_jacobian(objective.net.eval(), x[:2], objective.layout.names)
+    assert_close(post.latent(x[:2]).covariance_matrix, J @ covariance @ J.mT, rtol=1e-8, atol=1e-12)
+    value = post.log_evidence(at="map")
+    (slope,) = torch.autograd.grad(value, post.likelihood.raw_noise)
+    residual = (x.flatten(1) - objective.net(x)).square().sum().detach()
+    gamma = len(H) - covariance.trace()
+    assert_close(slope.squeeze(), (residual / (3 * NOISE) - 16 * N + gamma) / 2, rtol=1e-8, atol=0)
+
+
+def test_curvature_that_cannot_follow_a_likelihood_says_so(float64):
+    encoder, mean = parts()
+    noise = ntkgp.likelihoods.Gaussian(torch.full((16,), NOISE))
+    objective = LaplacianAutoencoder(encoder, mean, noise, method="kron")
+    post = objective.post_hoc(images())
+    with torch.no_grad():
+        assert torch.isfinite(post.log_evidence(at="map"))
+    with pytest.raises(NotImplementedError, match="does not follow the hyperparameters of Gaussian"):
+        post.log_evidence(at="map")
+
+
 def test_training_lowers_the_loss():
     objective = kron(num_data=None, alpha=0.01)
     post = objective.fit(images(200), epochs=40, batch_size=50, lr=1e-2)
@@ -246,9 +410,22 @@ def test_training_lowers_the_loss():
 def test_bad_input_is_named():
     encoder, decoder = parts()
     for options, message in (
-        ({"columns": 0}, "columns must be at least 1, but is 0"),
-        ({"every": 0}, "every must be at least 1, but is 0"),
-        ({"bound": 4}, 'bound must be None for method="kron", but is 4'),
+        ({"columns": 0}, "columns must be a whole number from 1 on, but is 0"),
+        ({"every": 2.5}, r"every must be a whole number from 1 on, but is 2\.5"),
+        ({"bound": 4}, "bound must be None for method='kron', but is 4"),
+        ({"columns": 2, "method": "exact"}, "columns must be None for method='exact', but is 2"),
     ):
         with pytest.raises(ValueError, match=message):
-            LaplacianAutoencoder(encoder, decoder, method="kron", **options)
+            LaplacianAutoencoder(encoder, decoder, **({"method": "kron"} | options))
+    x, objective = images(), kron()
+    post = objective.post_hoc(x)
+    blocks = post._statistics()
+    for wrong, message in (
+        ({"nothing": blocks["decoder.0.bias"]}, "blocks names 'nothing', which is not a parameter"),
+        (
+            {"decoder.0.weight": blocks["decoder.0.bias"]},
+            r"blocks\['decoder\.0\.weight'\] must be for 16 numbers, but is",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            GivenKroneckerPosterior.of(post.model, post.prior, post.likelihood, wrong)

@@ -1,9 +1,12 @@
 """The Laplacian autoencoder: its update by hand, its curvature and gradients against dense ones, its runs resumed."""
 
+import json
+
 import pytest
 import torch
 from autoencoding import NOISE, N, images, lae, parts, same, states
 from cases import dense_jacobian
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
@@ -265,3 +268,16 @@ def test_bad_input_is_named():
         lae(prior_std={"encoder": 1.0, "decoder": 2.0}).tune()
     with pytest.raises(ValueError, match="NaN or infinity"):
         lae().post_hoc(images() * torch.nan)
+
+
+def test_files_from_before_curvature_followed_the_noise_are_read(tmp_path, float64):
+    x, objective = images(), lae()
+    post = objective.post_hoc(x)
+    post.save(tmp_path / "q")
+    meta = json.loads((tmp_path / "q/posterior.json").read_text())
+    (tmp_path / "q/posterior.json").write_text(json.dumps(meta | {"version": 2}))
+    tensors = load_file(tmp_path / "q/tensors.safetensors")
+    save_file(tensors | {"statistics": objective.h.unsqueeze(0)}, tmp_path / "q/tensors.safetensors")
+    loaded = ntkgp.load(tmp_path / "q", objective.net)
+    found, truth = (q.latent(x[:2]).covariance_matrix for q in (loaded, post))
+    assert_close(found, truth, rtol=1e-9, atol=1e-12)
