@@ -22,7 +22,7 @@ from ntkgp.linearization import Linearization
 from ntkgp.linearization.inputs import Input, validate_input
 from ntkgp.linearization.snapshot import CallConvention
 
-__all__ = ["LayerwiseCurvature", "OutputRoot", "size_limit"]
+__all__ = ["METHODS", "LayerwiseCurvature", "OutputRoot", "size_limit"]
 
 METHODS = ("approximate", "mixed", "exact")
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from ntkgp.curvature.layerwise import METHODS
 from ntkgp.evidence import precision_step
 from ntkgp.likelihoods import SiteBlocks
 from ntkgp.linearization import Linearization
@@ -101,6 +102,8 @@ class LaplacianAutoencoder(AutoencoderObjective):
             raise ValueError(f'scale must be "calibrated" or a positive number, but is {scale!r}')
         if num_samples < 1:
             raise ValueError(f"num_samples must be at least 1, but is {num_samples}")
+        if method not in (*METHODS, "kron"):
+            raise ValueError(f"method must be one of {', '.join((*METHODS, 'kron'))}, but is {method!r}")
         foreign = {"bound": bound} if method == "kron" else {"columns": columns, "every": every}
         for name, value in foreign.items():
             if value is not None:

@@ -93,9 +93,8 @@ class RunningKronecker(RunningCurvature):
         """Forget a part of what is known, and add a batch; a block that has another form now starts anew."""
         for name in self._layout.names:
             keys = [f"{kind}:{name}" for kind in "n01"]
-            if keys[1] in new and [_shape(self.sums.get(key)) for key in keys] != [
-                _shape(new.get(key)) for key in keys
-            ]:
+            old, now = [[_shape(known.get(key)) for key in keys] for known in (self.sums, new)]
+            if keys[1] in new and old != now:
                 for key in keys:
                     self.sums.drop(key)
         super().move(new, keep, weight)

@@ -245,7 +245,7 @@ def test_bad_input_is_named():
         ({"scale": "data"}, "scale must be \"calibrated\" or a positive number, but is 'data'"),
         ({"scale": -1.0}, "scale must be"),
         ({"num_samples": 0}, "num_samples must be at least 1"),
-        ({"method": "full"}, "method must be one of approximate, mixed, exact, but is 'full'"),
+        ({"method": "full"}, "method must be one of approximate, mixed, exact, kron, but is 'full'"),
         ({"method": "mixed"}, "bound must be a number"),
     ):
         with pytest.raises(ValueError, match=message):
