@@ -46,7 +46,8 @@ def report(out: Path, S: dict, order: list[str]) -> str:
     ]
     if parts["ood"]:
         lines += _ood(parts["ood"], S["ood"]) + _leads(parts["ood"]) + _histograms(out, parts["ood"])
-    lines += _ood(parts["fewer"], S["ood"] | S["fewer"]) if parts["fewer"] else []
+    if parts["fewer"]:
+        lines += _ood(parts["fewer"], S["ood"] | S["fewer"]) + _leads(parts["fewer"])
     lines += _digits(out, digits) if digits else []
     text = "\n".join(lines)
     (out / "autoencoders.md").write_text(text)
