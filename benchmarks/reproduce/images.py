@@ -41,9 +41,10 @@ PAPER = {  # FashionMNIST: accuracy, NLL, ECE, OOD-AUC
 }
 DECAYS = (1e-4, 3e-4, 1e-3)
 EPOCHS = {"fashion_mnist": 12, "mnist": 6}
-BATCH, ENSEMBLE, SAMPLES = 128, 3, 100
+BATCH, ENSEMBLE, SAMPLES, DRAWS = 128, 3, 100, 20
 FACTORS = tuple(10 ** (k / 4) for k in range(2, 13))  # of the precision that the weight decay means, 3 to 1000
 VALIDATED = 1000  # validation images on which a precision is chosen
+Predict = Callable[[Tensor], Tensor]
 
 
 def images(data: Path, name: str, part: str) -> tuple[Tensor, Tensor]:
@@ -128,6 +129,64 @@ def nll(p: Tensor, y: Tensor) -> float:
     return -p[torch.arange(len(y)), y].clamp(min=1e-12).log().mean().item()
 
 
+# Averages over networks, masks and weights: each returns how to predict
+
+
+def over_networks(nets: list[nn.Module]) -> Predict:
+    return lambda x: torch.stack([probabilities(net, x) for net in nets]).mean(0)
+
+
+def over_masks(net: nn.Module) -> Predict:
+    """Average over masks of dropout; all else stays in evaluation mode."""
+    layers = [module for module in net.modules() if isinstance(module, nn.Dropout)]
+
+    def predict(x: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        for layer in layers:
+            layer.train()
+        mean = torch.stack([probabilities(net, x) for _ in range(DRAWS)]).mean(0)
+        net.eval()
+        return mean
+
+    return predict
+
+
+def along_sgd(net: nn.Module, x: Tensor, y: Tensor, rate: float, decay: float) -> tuple[Tensor, Tensor]:  # (P,), (P,)
+    """Return mean and standard deviation of weights along constant-rate SGD (Maddox et al. 2019).
+
+    Normalisations keep their statistics, so that all weights of the path belong to one network.
+    """
+    net = deepcopy(net).eval()
+    optimizer = torch.optim.SGD(net.parameters(), rate, momentum=0.9, weight_decay=decay)
+    generator = torch.Generator().manual_seed(0)
+    moments = [0.0, 0.0, 0]
+    for _ in range(3):
+        for i, index in enumerate(torch.randperm(len(x), generator=generator).split(BATCH)):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(x[index]), y[index]).backward()
+            optimizer.step()
+            if i % 40 == 0:
+                theta = nn.utils.parameters_to_vector(net.parameters()).detach()
+                moments = [moments[0] + theta, moments[1] + theta**2, moments[2] + 1]
+    mean = moments[0] / moments[2]
+    return mean, (moments[1] / moments[2] - mean**2).clamp(min=0).sqrt()
+
+
+def over_weights(net: nn.Module, mean: Tensor, std: Tensor) -> Predict:  # (P,), (P,)
+    """Average over weights from N(mean, std²)."""
+    net = deepcopy(net)
+
+    def predict(x: Tensor) -> Tensor:
+        draws, total = torch.Generator().manual_seed(0), 0.0
+        for _ in range(DRAWS):
+            theta = mean + std * torch.randn(len(mean), generator=draws)
+            nn.utils.vector_to_parameters(theta, net.parameters())
+            total = total + probabilities(net, x)
+        return total / DRAWS
+
+    return predict
+
+
 class Trained:
     """One pair of data sets, networks trained on the first, and methods that need no posterior.
 
@@ -170,56 +229,23 @@ class Trained:
     def dropout(self) -> tuple:
         """Average over dropout masks."""
         net = self.networks.get("dropout", dropout_net, self.decay, seed=0)
-
-        def predict(x: Tensor) -> Tensor:
-            torch.manual_seed(0)
-            net.train()
-            mean = torch.stack([probabilities(net, x) for _ in range(SAMPLES // 5)]).mean(0)
-            net.eval()
-            return mean
-
-        return predict, {"samples": SAMPLES // 5}
+        return over_masks(net), {"samples": DRAWS}
 
     @cached_property
     def path(self) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of weights along constant-rate SGD (Maddox et al. 2019)."""
-        net = deepcopy(self.net)
-        optimizer = torch.optim.SGD(net.parameters(), 0.02, momentum=0.9, weight_decay=self.decay)
-        generator = torch.Generator().manual_seed(0)
-        moments = [0.0, 0.0, 0]
-        x, y = self.train
-        net.train()
-        for _ in range(3):
-            for i, index in enumerate(torch.randperm(len(x), generator=generator).split(BATCH)):
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(net(x[index]), y[index]).backward()
-                optimizer.step()
-                if i % 40 == 0:
-                    theta = nn.utils.parameters_to_vector(net.parameters()).detach()
-                    moments = [moments[0] + theta, moments[1] + theta**2, moments[2] + 1]
-        mean = moments[0] / moments[2]
-        return mean, (moments[1] / moments[2] - mean**2).clamp(min=0).sqrt()
+        """Mean and standard deviation of weights along the path that training on takes."""
+        return along_sgd(self.net, *self.train, rate=0.02, decay=self.decay)
 
     def swag(self) -> tuple:
         """Average over weights from the Gaussian with the mean and the diagonal variance of the path."""
-        (mean, std), net = self.path, deepcopy(self.net)
-
-        def predict(x: Tensor) -> Tensor:
-            draws, total = torch.Generator().manual_seed(0), 0.0
-            for _ in range(SAMPLES // 5):
-                theta = mean + std * torch.randn(len(mean), generator=draws)
-                nn.utils.vector_to_parameters(theta, net.parameters())
-                total = total + probabilities(net, x)
-            return total / (SAMPLES // 5)
-
-        return predict, {"samples": SAMPLES // 5}
+        return over_weights(self.net, *self.path), {"samples": DRAWS}
 
     def ensemble(self) -> tuple:
         """Average over networks from other seeds."""
         nets = [self.net] + [
             self.networks.get(f"member-{seed}", lenet, self.decay, seed=seed) for seed in range(1, ENSEMBLE)
         ]
-        return lambda x: torch.stack([probabilities(net, x) for net in nets]).mean(0), {"members": ENSEMBLE}
+        return over_networks(nets), {"members": ENSEMBLE}
 
 
 class Table2(Trained):

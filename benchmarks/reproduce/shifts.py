@@ -4,8 +4,9 @@
 
 Precisions are chosen by the negative log likelihood on images that have not drifted: 1,000 validation images of MNIST,
 and of CIFAR-10, whose training images the network has seen, 500 test images that are not scored. The pretrained network
-comes alone and without dropout, so ensemble, dropout and SWAG are there for MNIST only. The scores of each method are
-kept under ``--out``, and what is there is not run again.
+comes alone and without dropout: the ensemble's other members, and the network with dropout, are trained on from it, on
+the 10,000 images that are there. The scores of each method are kept under ``--out``, networks under ``--cache``, and
+what is there is not run again.
 """
 
 import argparse
@@ -25,8 +26,20 @@ import ntkgp
 from ntkgp.report import metrics
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from cifar_networks import DECAY, Members
 from harness import kept
-from images import Trained, nll, probabilities
+from images import (
+    DRAWS,
+    ENSEMBLE,
+    Predict,
+    Trained,
+    along_sgd,
+    nll,
+    over_masks,
+    over_networks,
+    over_weights,
+    probabilities,
+)
 from sparse_cifar import cifar_images, resnet20
 
 mpl.use("Agg")
@@ -49,7 +62,6 @@ STYLES = {  # by method: colour and line; dashed where there is no posterior of 
     "subnetwork by SWAG": ("#882255", ".-"),
     "GP": ("#0072B2", ".-"),
 }
-Predict = Callable[[Tensor], Tensor]
 
 
 # Drifts
@@ -138,6 +150,7 @@ class CIFAR:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.net, self.train = resnet20(args.data), cifar_images(args.data, "train")
+        self.members = Members(self.net, *self.train, args.cache / "cifar")
         x, y = cifar_images(args.data, "test")
         n = TESTED["cifar"]
         self.y, self.valid = y[:n], (x[n : n + VALIDATED], y[n : n + VALIDATED])
@@ -146,7 +159,19 @@ class CIFAR:
     def methods(self) -> Iterator[tuple[str, Callable[[], tuple]]]:
         """Yield every method: a function that returns how to predict, and what was chosen."""
         yield "MAP", lambda: (lambda x: probabilities(self.net, x), {})
+        yield "ensemble", self.ensemble
+        yield "dropout", lambda: (over_masks(self.members.get(0, dropout=True)), {"samples": DRAWS})
+        yield "SWAG", self.swag
         yield from posteriors("cifar", self.net, self.train, self.valid)
+
+    def ensemble(self) -> tuple:
+        """Average over the network and others that were trained on from it."""
+        nets = [self.net, *(self.members.get(seed) for seed in range(1, ENSEMBLE))]
+        return over_networks(nets), {"members": ENSEMBLE}
+
+    def swag(self) -> tuple:
+        """Average over weights around the path of SGD from the network."""
+        return over_weights(self.net, *along_sgd(self.net, *self.train, rate=0.01, decay=DECAY)), {"samples": DRAWS}
 
 
 PROBLEMS = {"mnist": MNIST, "cifar": CIFAR}
