@@ -70,7 +70,7 @@ def _iterated(start: P, max_steps: int, tolerance: float, num_samples: int, seed
         sites = SiteBlocks(psd_root((1 - rate) * old + rate * curvatures))
         current = start._at(delta, prior, likelihood, sites)
         delta = delta + rate * _mean_step(current, gradient)
-        current = start._at(delta, prior, likelihood, sites)
+        current.shift = delta  # Λ is that of the sites, wherever the mean is: what was factored stays
         steps += 1
     current.certificate = Certificate(converged, steps, norm, float("nan"))
     return current

@@ -5,6 +5,9 @@ import torch
 from problems import Problem
 from torch.testing import assert_close
 
+from ntkgp.posteriors.full import FullPosterior
+from ntkgp.posteriors.function_space import FunctionSpacePosterior
+
 
 def expectations(post, f, blocks, y):
     """E_q[r] and E_q[Λ] of scalar sites on a fine grid."""
@@ -59,6 +62,24 @@ def test_the_two_spaces_agree_for_classes_too(float64):
     assert_close(
         a.latent(problem.x_new).covariance_matrix, b.latent(problem.x_new).covariance_matrix, rtol=1e-5, atol=1e-6
     )
+
+
+@pytest.mark.parametrize(
+    ("method", "owner", "work"),
+    [("full", FullPosterior, "_collect"), ("function", FunctionSpacePosterior, "_assembled")],
+)
+def test_a_step_forms_its_matrix_once(method, owner, work, float64, monkeypatch):
+    post = Problem("mlp", "poisson").fit(method)
+    calls = []
+    own = getattr(owner, work)
+    monkeypatch.setattr(owner, work, lambda self: calls.append(self) or own(self))
+    counts = []
+    for steps in (2, 5):
+        calls.clear()
+        refined = post.refine("variational", max_steps=steps, tolerance=1e-15)
+        refined.latent(Problem("mlp", "poisson").x_new)
+        counts.append(len(calls))
+    assert counts[1] - counts[0] == 3
 
 
 def test_giving_up_is_told(float64):
