@@ -7,12 +7,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent / "reproduce"))
 from harness import Table, kept, peak_mb
-from images import nll
+from images import images, nll
 from kernel import zoo
 from sparse_scores import POINTWISE, TEMPERATURES, calibration_gap, paired, scored
 from torch import Tensor, nn
@@ -29,10 +28,9 @@ IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 def cifar_images(data: Path, part: str) -> tuple[Tensor, Tensor]:
     """Images as the network was trained on them, (N, 3, 32, 32), and labels."""
-    with np.load(data / "images/cifar10_part.npz") as raw:
-        x, y = torch.as_tensor(raw[f"x_{part}"]), torch.as_tensor(raw[f"y_{part}"]).long()
+    x, y = images(data, "cifar10_part", part)
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in IMAGENET)
-    return (x.permute(0, 3, 1, 2).float().div(255) - mean) / std, y
+    return (x - mean) / std, y
 
 
 def resnet20(data: Path) -> nn.Module:

@@ -23,7 +23,8 @@ import ntkgp
 from ntkgp.curvature import LayerwiseCurvature
 
 sys.path.insert(0, str(HERE / "reproduce"))
-from variational_laplace import OBJECTIVES, cnn
+from softplus_networks import cnn
+from variational_laplace import OBJECTIVES
 
 BATCH, LIMIT = 4, 8192  # images; MB
 BOUND = 256  # of the mixed diagonal: images of at most so many numbers, 8² x 3, are exact

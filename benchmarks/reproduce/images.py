@@ -48,10 +48,11 @@ Predict = Callable[[Tensor], Tensor]
 
 
 def images(data: Path, name: str, part: str) -> tuple[Tensor, Tensor]:
-    """Images in [0, 1], (N, 1, 28, 28), and labels."""
+    """Images in [0, 1], (N, channels, H, W), and labels."""
     with np.load(data / f"images/{name}.npz") as raw:
-        x, y = raw[f"x_{part}"], raw[f"y_{part}"]
-    return torch.as_tensor(x).float().div(255).unsqueeze(1), torch.as_tensor(y).long()
+        x, y = (torch.as_tensor(raw[f"{what}_{part}"]) for what in "xy")
+    x = x.unsqueeze(1) if x.ndim == 3 else x.permute(0, 3, 1, 2)
+    return x.float().div(255), y.long()
 
 
 # Training
