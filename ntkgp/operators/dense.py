@@ -1,6 +1,7 @@
 """Dense Gram matrices from features, tile by tile and one triangle of symmetric ones."""
 
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from itertools import pairwise
 from math import ceil
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ntkgp.linearization import Features
-from ntkgp.linearization.memory import empty
+from ntkgp.linearization.memory import empty, keep_freed_memory
 from ntkgp.operators.symmetric import add_square
 from ntkgp.operators.terms import DenseTerm, Term, terms
 from ntkgp.priors import Covariance
@@ -42,6 +43,7 @@ def gram(
         for term in parts[1:]:
             K = K + term.tile(*everything)
         return K
+    keep_freed_memory()
     K = empty((N * C, M * D), F1.like) if out is None else out
     squares = symmetric and _add_squares(K, parts)
     heavy = sum(term.depth for term in parts) > _HEAVY
@@ -53,7 +55,7 @@ def gram(
             term.add_to(tile, rows, cols, not squares and i == 0, work)
         if symmetric:  # while the tile is still in the caches
             if rows == cols:
-                tile.copy_(torch.where(_lower(tile), tile, tile.mT))
+                torch.where(_upper(len(tile), tile.device), tile.mT.contiguous(), tile, out=tile)
             else:
                 _transpose(tile, K[cols.start * C : cols.stop * C, rows.start * C : rows.stop * C])
     return K
@@ -68,8 +70,10 @@ def _add_squares(K: Tensor, parts: list[Term]) -> bool:
     return bool(squares)
 
 
-def _lower(square: Tensor) -> Tensor:
-    return torch.ones(square.shape, dtype=torch.bool, device=square.device).tril()
+@lru_cache(maxsize=8)
+def _upper(n: int, device: torch.device) -> Tensor:  # (n, n)
+    """Return what lies above the diagonal; the squares there have a size or two."""
+    return torch.ones(n, n, dtype=torch.bool, device=device).triu(1)
 
 
 def _transpose(source: Tensor, target: Tensor) -> None:

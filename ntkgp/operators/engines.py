@@ -26,7 +26,6 @@ def layerwise(
 ) -> Tensor:
     """Return K from factored features, in tiles of points if those of all do not fit the budget."""
     n, m = batch_size(x1), 0 if x2 is None else batch_size(x2)
-    lin.learn(x1)
     fits = max(2, memory_budget * 2 // lin.pilot().nbytes)  # the pilot has two examples
     if n + m <= fits:
         return gram(lin.features(x1), None if x2 is None else lin.features(x2), S0.covariances, out)

@@ -24,6 +24,7 @@ from ntkgp.likelihoods import Likelihood
 from ntkgp.linearization import Linearization
 from ntkgp.linearization.inputs import Input
 from ntkgp.linearization.layout import ParameterLayout
+from ntkgp.linearization.memory import keep_freed_memory
 from ntkgp.linearization.snapshot import CallConvention, outputs_of
 from ntkgp.posteriors import GivenDiagonalPosterior, Posterior
 from ntkgp.posteriors.data import Source
@@ -31,7 +32,6 @@ from ntkgp.posteriors.fit import as_likelihood
 from ntkgp.posteriors.model import LinearModel
 from ntkgp.priors import Diagonal, Isotropic, Prior
 from ntkgp.priors.base import positive
-from ntkgp.training.memory import keep_freed_memory
 
 __all__ = ["GaussianWeights", "Terms", "WeightObjective"]
 
