@@ -385,8 +385,8 @@ def sweep(r: Results, method: str) -> dict[float, float]:
     for p in {p for s in r.splits for p in r.rows(s, method)}:
         having = [s for s in r.splits if p in r.rows(s, method)]
         value = statistics.fmean(s["scores"][method][p]["test"]["nll"] for s in having)
-        if base:
-            if len(having) < 3:
+        if base and len(having) < len(r.splits):
+            if len(having) < 3 or any(p not in s["scores"][base] for s in r.splits):
                 continue
             value -= statistics.fmean(s["scores"][base][p]["test"]["nll"] for s in having)
             value += statistics.fmean(s["scores"][base][p]["test"]["nll"] for s in r.splits)
