@@ -11,6 +11,7 @@ from ntkgp.posteriors.given import GivenDiagonalPosterior, GivenKroneckerPosteri
 from ntkgp.posteriors.inducing import Inducing
 from ntkgp.posteriors.kronecker import KroneckerPosterior
 from ntkgp.posteriors.low_rank import LowRankPosterior
+from ntkgp.posteriors.mixture import Mixture, MixturePrediction
 from ntkgp.posteriors.plan import plan
 from ntkgp.posteriors.prediction import Prediction
 from ntkgp.posteriors.sampled import SampledPosterior
@@ -27,6 +28,8 @@ __all__ = [
     "Inducing",
     "KroneckerPosterior",
     "LowRankPosterior",
+    "Mixture",
+    "MixturePrediction",
     "Posterior",
     "Prediction",
     "SampledPosterior",
