@@ -243,10 +243,13 @@ class Trained:
 
     def ensemble(self) -> tuple:
         """Average over networks from other seeds."""
-        nets = [self.net] + [
-            self.networks.get(f"member-{seed}", lenet, self.decay, seed=seed) for seed in range(1, ENSEMBLE)
-        ]
-        return over_networks(nets), {"members": ENSEMBLE}
+        return over_networks(self.members), {"members": ENSEMBLE}
+
+    @property
+    def members(self) -> list[nn.Module]:
+        """The network, and others from other seeds."""
+        others = range(1, ENSEMBLE)
+        return [self.net, *(self.networks.get(f"member-{seed}", lenet, self.decay, seed=seed) for seed in others)]
 
 
 class Table2(Trained):
@@ -288,6 +291,8 @@ class Table2(Trained):
         yield "dropout", self.dropout
         yield "SWAG", self.swag
         yield "ensemble", self.ensemble
+        if 200 in self.subsets:
+            yield "GP 200 ensemble", lambda: self.mixture(200)
 
     def chosen(self, post: ntkgp.Posterior, **how: object) -> float:
         """Set the precision with the best validation NLL."""
@@ -308,9 +313,9 @@ class Table2(Trained):
         how = {"predictive": predictive, "num_samples": SAMPLES}
         return lambda x: post.predict(x, **how).probs, {"precision factor": self.chosen(post, **how)}
 
-    def function_space(self, M: int) -> ntkgp.Posterior:
+    def function_space(self, M: int, net: nn.Module | None = None) -> ntkgp.Posterior:
         """Function-space posterior of M class-balanced training images, under the training's own precision."""
-        lin = ntkgp.Linearization(self.net, example=self.test[0][:2])
+        lin = ntkgp.Linearization(net or self.net, example=self.test[0][:2])
         prior = ntkgp.priors.Isotropic(lin, self.precision)
         subset = ntkgp.posteriors.subsets.Stratified(M)
         return ntkgp.fit(lin, self.train, "categorical", "function", prior, subset=subset)
@@ -321,6 +326,13 @@ class Table2(Trained):
         post.tune(validation=self.validated, grid=torch.tensor(FACTORS), progress=False)
         factor = post.prior.precision.item() / self.precision
         return lambda x: post.predict(x, num_samples=SAMPLES).probs, {"precision factor": factor}
+
+    def mixture(self, M: int) -> tuple:
+        """The ensemble, each member with the covariance of M images; one precision for all by the mixture's NLL."""
+        mixed = ntkgp.posteriors.Mixture([self.function_space(M, net) for net in self.members])
+        mixed.tune(validation=self.validated, grid=torch.tensor(FACTORS), progress=False)
+        factor = mixed.posteriors[0].prior.precision.item() / self.precision
+        return lambda x: mixed.predict(x, num_samples=SAMPLES).probs, {"precision factor": factor}
 
     def refined(self, M: int) -> tuple:
         """The mean is the linear model's, by descent over all training images; the covariance that of M images."""

@@ -12,6 +12,7 @@ from ntkgp.likelihoods import Likelihood
 from ntkgp.linearization.inputs import Input
 from ntkgp.posteriors.base import Posterior
 from ntkgp.posteriors.prediction import Prediction
+from ntkgp.posteriors.tuning import validate
 
 __all__ = ["Mixture", "MixturePrediction"]
 
@@ -137,10 +138,21 @@ class Mixture:
         functions = {k: self.posteriors[k].sample_functions(len(at), generator) for k, at in chosen.items()}
         return lambda x: _placed(n, {k: (at, functions[k](x)) for k, at in chosen.items()})
 
-    def tune(self, **options: Any) -> Self:
-        """Tune each member by itself; see :meth:`Posterior.tune`."""
-        for post in self.posteriors:
-            post.tune(**options)
+    def tune(self, at: str = "linear_mode", validation: Any = None, **options: Any) -> Self:
+        """Tune each member by its own evidence, or all of them by the mixture's score on validation data.
+
+        Members that are calibrated one by one make a mixture that is too unsure: what they differ by comes on top.
+
+        Args:
+            at: as :meth:`Posterior.tune` takes it.
+            validation: (X, y), a Dataset or a DataLoader; one factor of ``grid`` then moves the precisions of all.
+            options: of :meth:`Posterior.tune`; with validation data ``grid``, ``temperatures`` and ``progress``.
+        """
+        if validation is not None:
+            validate(self.posteriors, validation, **options)
+        else:
+            for post in self.posteriors:
+                post.tune(at, **options)
         return self
 
     def refine(self, method: str = "laplace", **options: Any) -> "Mixture":

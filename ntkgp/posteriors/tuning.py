@@ -1,7 +1,9 @@
 """Hyperparameters by evidence, or by a score on validation data. The network is not differentiated again."""
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,7 +21,7 @@ from ntkgp.posteriors.prediction import Prediction, predictive_of
 if TYPE_CHECKING:
     from ntkgp.posteriors.base import Posterior
 
-__all__ = ["hidden", "log_hyperprior", "predictor", "settings", "squared_errors", "tune"]
+__all__ = ["hidden", "log_hyperprior", "predictor", "settings", "squared_errors", "tune", "validate"]
 
 P = TypeVar("P", bound="Posterior")
 NO_VALIDATION = "temperatures are for validation data to choose from, but validation is None"
@@ -78,18 +80,25 @@ def tune(
         raise ValueError('search is for method="fixed_point": a line search needs the exact mode')
     if temperatures is not None and validation is None:
         raise ValueError(NO_VALIDATION)
-    before = [(p, p.detach().clone()) for p in posterior.parameters()]
-    try:
-        if validation is not None:
-            _on_validation(posterior, validation, grid, temperatures, progress)
-        else:
+    if validation is not None:
+        validate([posterior], validation, grid, temperatures, progress)
+    else:
+        with _unless_it_fails([posterior]):
             _by_evidence(posterior, at, curvature_at, method, steps, search or {}, progress)
+    return posterior
+
+
+@contextmanager
+def _unless_it_fails(posteriors: Sequence["Posterior"]) -> Iterator[None]:
+    """Put hyperparameters back where they were if something is raised."""
+    before = [(p, p.detach().clone()) for posterior in posteriors for p in posterior.parameters()]
+    try:
+        yield
     except BaseException:
         with torch.no_grad():
             for parameter, value in before:
                 parameter.copy_(value)
         raise
-    return posterior
 
 
 def _by_evidence(
@@ -240,48 +249,85 @@ def log_hyperprior(posterior: "Posterior") -> Tensor | float:
     return total
 
 
-def _on_validation(
-    posterior: "Posterior",
+def validate(
+    posteriors: Sequence["Posterior"],
     validation: Any,
-    grid: Tensor | None,
-    temperatures: Sequence[float] | Tensor | None,
-    progress: bool | None,
+    grid: Tensor | None = None,
+    temperatures: Sequence[float] | Tensor | None = None,
+    progress: bool | None = None,
 ) -> None:
-    prior, likelihood = posterior.prior, posterior.likelihood
-    if not hasattr(prior, "precision"):
-        raise ValueError(f"a grid needs a prior with precisions, but {type(prior).__name__} has none: tune by evidence")
-    if temperatures is not None and not isinstance(likelihood, TemperedLikelihood):
-        raise ValueError(f"temperatures need a likelihood that has one, but {type(likelihood).__name__} has none")
-    source = as_source(validation, posterior.lin, likelihood)
-    data = gather(source, posterior.lin, likelihood)
+    """Multiply all precisions of all posteriors by the factor under which their mixture predicts best.
+
+    Args:
+        posteriors: under likelihoods of one kind; moved in place, unless anything fails.
+        validation: as :func:`tune` takes it.
+        grid: the same.
+        temperatures: the same.
+        progress: whether to show a bar.
+
+    Raises:
+        ValueError: if there is nothing to tune.
+    """
+    for posterior in posteriors:
+        if not hasattr(posterior.prior, "precision"):
+            kind = type(posterior.prior).__name__
+            raise ValueError(f"a grid needs a prior with precisions, but {kind} has none: tune by evidence")
+        if temperatures is not None and not isinstance(posterior.likelihood, TemperedLikelihood):
+            kind = type(posterior.likelihood).__name__
+            raise ValueError(f"temperatures need a likelihood that has one, but {kind} has none")
+    first = posteriors[0]
+    data = gather(as_source(validation, first.lin, first.likelihood), first.lin, first.likelihood)
     factors = (torch.logspace(-4, 4, 17) if grid is None else torch.as_tensor(grid)).tolist()
     heats = [None] if temperatures is None else _numbers(temperatures)
-    start = prior.precision.detach().clone()
-    parts = _parts(posterior, data)
-    whole = [(predictor(posterior, data.x), data.y)] if len(parts) == 1 else None
+    with _unless_it_fails(posteriors):
+        _on_validation(posteriors, data, factors, heats, progress)
+
+
+def _on_validation(
+    posteriors: Sequence["Posterior"],
+    data: Data,
+    factors: list[float],
+    heats: Sequence[float | None],
+    progress: bool | None,
+) -> None:
+    start = [posterior.prior.precision.detach().clone() for posterior in posteriors]
+    parts = max((_parts(posterior, data) for posterior in posteriors), key=len)
+    whole = [(_together(posteriors, data.x), data.y)] if len(parts) == 1 else None
     scores: list[float] = []
 
     def move(heat: float | None, factor: float) -> None:
-        prior.precision = start * factor
-        if heat is not None:
-            likelihood.temperature = heat
+        for posterior, precision in zip(posteriors, start, strict=True):
+            posterior.prior.precision = precision * factor
+            if heat is not None:
+                posterior.likelihood.temperature = heat
 
     tried = list(product(heats, factors))
     with tqdm(desc="tune", total=len(tried) * len(parts), disable=hidden(progress)) as bar:
         for heat in heats:  # first, as statistics of weight space depend on temperatures
             sums = [0.0] * len(factors)
-            for predict, y in whole or ((predictor(posterior, part.x), part.y) for part in parts):
+            for log_prob, y in whole or ((_together(posteriors, part.x), part.y) for part in parts):
                 for i, factor in enumerate(factors):
                     move(heat, factor)
-                    sums[i] += predict().log_prob(y).mean().item() * len(y)
+                    sums[i] += log_prob(y).mean().item() * len(y)
                     bar.update()
             for factor, total in zip(factors, sums, strict=True):
                 move(heat, factor)
                 scores.append(total / len(data))
-                posterior.history.append({"validation_log_prob": scores[-1]} | settings(posterior))
+                for posterior in posteriors:
+                    posterior.history.append({"validation_log_prob": scores[-1]} | settings(posterior))
     if all(score != score for score in scores):
         raise RuntimeError("the validation score is not a number for any precision of the grid")
     move(*tried[max(range(len(scores)), key=lambda i: scores[i] if scores[i] == scores[i] else -float("inf"))])
+
+
+def _together(posteriors: Sequence["Posterior"], x: Input) -> Callable[[Tensor], Tensor]:
+    """Return log p(y) of points under the mixture, at the hyperparameters of the moment."""
+    members = [predictor(posterior, x) for posterior in posteriors]
+
+    def log_prob(y: Tensor) -> Tensor:
+        return torch.stack([predict().log_prob(y) for predict in members]).logsumexp(0) - math.log(len(members))
+
+    return log_prob
 
 
 def _parts(posterior: "Posterior", data: Data) -> list[Data]:

@@ -113,3 +113,35 @@ def test_what_cannot_be_mixed_is_named(float64):
         Mixture([gaussian]).sample_functions(0)
     with pytest.raises(ValueError, match="n must be at least 1"):
         Mixture([gaussian]).predict(torch.randn(2, 3)).sample(0)
+
+
+def test_validation_data_choose_one_factor_by_the_mixtures_density(float64):
+    _, posts = members("categorical")
+    for post in posts:
+        post.prior.precision = post.prior.precision * torch.rand(()).add(0.5)
+    start = [post.prior.precision.detach().clone() for post in posts]
+    torch.manual_seed(0)
+    x, y = torch.randn(30, 3), torch.randint(3, (30,))
+    grid, scores = torch.logspace(-2, 2, 9), []
+    for factor in grid:
+        for post, precision in zip(posts, start, strict=True):
+            post.prior.precision = precision * factor
+        fresh = [post.predict(x, generator=torch.Generator().manual_seed(0)).log_prob(y) for post in posts]
+        scores.append((torch.stack(fresh).logsumexp(0) - math.log(3)).mean())
+    for post, precision in zip(posts, start, strict=True):
+        post.prior.precision = precision
+    Mixture(posts).tune(validation=(x, y), grid=grid, progress=False)
+    best = grid[torch.stack(scores).argmax()]
+    assert 0 < torch.stack(scores).argmax() < 8  # neither end, where any rule would stop
+    for post, precision in zip(posts, start, strict=True):
+        assert_close(post.prior.precision, precision * best)
+        assert_close(torch.tensor([h["validation_log_prob"] for h in post.history[-9:]]), torch.stack(scores))
+
+
+def test_a_mixture_that_cannot_be_tuned_stays_as_it_was(float64):
+    problem, posts = members("categorical")
+    before = [post.prior.precision.detach().clone() for post in posts]
+    posts[2].predict = posts[2]._memory = lambda *_, **__: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        Mixture(posts).tune(validation=(problem.x, problem.y), progress=False)
+    assert all(torch.equal(post.prior.precision, p) for post, p in zip(posts, before, strict=True))
