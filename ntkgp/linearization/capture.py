@@ -10,6 +10,7 @@ from torch.autograd.graph import GradientEdge
 
 from ntkgp.linearization.factors import Dense, Factor
 from ntkgp.linearization.graph import Trace, Use
+from ntkgp.linearization.memory import empty
 from ntkgp.linearization.rules import RuleFailed, apply_rule
 from ntkgp.linearization.snapshot import Snapshot
 
@@ -108,9 +109,9 @@ def _as_cotangents(seeds: Tensor) -> Tensor:  # (N or 1, C, 1, outputs)
 
 def _room(work: Workspace | None, node: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
     if work is None:
-        return like.new_empty(shape)
+        return empty(shape, like)
     if node not in work or work[node].shape[0] < shape[0]:
-        work[node] = like.new_empty(shape)
+        work[node] = empty(shape, like)
     return work[node][: shape[0]]
 
 

@@ -85,10 +85,12 @@ class Outer:
             J = J.scatter_add(2, self.A[:, None, :, None].expand_as(G), G)
             return (J if self.transposed else J.mT).flatten(-2)
         G = G.mT.reshape(N, C * d_out, T)
-        if out is not None and not self.transposed:
-            torch.bmm(G, self.A, out=out.view(N, C * d_out, self.d_in))
-            return out
-        J = (G @ self.A).view(N, C, d_out, self.d_in)
+        if torch.is_grad_enabled() and (G.requires_grad or self.A.requires_grad):
+            J = G @ self.A
+        else:
+            place = None if out is None or self.transposed else out.view(N, C * d_out, self.d_in)
+            J = torch.bmm(G, self.A, out=empty((N, C * d_out, self.d_in), G) if place is None else place)
+        J = J.view(N, C, d_out, self.d_in)
         return (J.mT if self.transposed else J).flatten(-2)
 
     def jvp(self, v: Tensor, b: Tensor | None) -> Tensor:  # (S, d_out d_in), (S, d_out) -> (S, N, C)
