@@ -213,7 +213,7 @@ def draw_betas(path: Path, main: list[dict], S: dict) -> None:
             points = {b: sum(v) / len(v) for b, v in by_beta.items() if v}
             ax.plot(list(points), list(points.values()), "o-", ms=3, label=row)
         ax.set(xscale="log", xlabel="β", ylabel=f"test {label}")
-    axes[0].legend(frameon=False, fontsize=7)
+    axes[-1].legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
