@@ -87,7 +87,7 @@ class Outer:
         G = G.mT.reshape(N, C * d_out, T)
         if torch.is_grad_enabled() and (G.requires_grad or self.A.requires_grad):
             J = G @ self.A
-        else:
+        else:  # where large results have their pages: J may be the largest of all
             place = None if out is None or self.transposed else out.view(N, C * d_out, self.d_in)
             J = torch.bmm(G, self.A, out=empty((N, C * d_out, self.d_in), G) if place is None else place)
         J = J.view(N, C, d_out, self.d_in)

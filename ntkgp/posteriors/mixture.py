@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ntkgp.likelihoods import Likelihood
 from ntkgp.linearization.inputs import Input
 from ntkgp.posteriors.base import Posterior
 from ntkgp.posteriors.prediction import Prediction
-from ntkgp.posteriors.tuning import validate
+from ntkgp.posteriors.tuning import unless_it_fails, validate
 
 __all__ = ["Mixture", "MixturePrediction"]
 
@@ -75,7 +75,8 @@ class MixturePrediction:
         if n < 1:
             raise ValueError(f"n must be at least 1, but is {n}")
         generator = generator or torch.Generator(self.mean.device).manual_seed(0)
-        return _by_member(n, generator, len(self.parts), lambda k, count: self.parts[k].sample(count, generator))
+        chosen = _chosen(n, generator, len(self.parts))
+        return _placed(n, {k: (at, self.parts[k].sample(len(at), generator)) for k, at in chosen.items()})
 
     @property
     def _likelihood(self) -> Likelihood:
@@ -85,7 +86,7 @@ class MixturePrediction:
         return torch.stack([getattr(part, what) for part in self.parts])
 
 
-class Mixture:
+class Mixture(nn.Module):
     r"""p(y | x) = :math:`\tfrac1K \sum_k p_k(y \mid x)`, each p_k of a network of its own.
 
     A linearised network knows one mode: what data leave open around it. Networks trained from several starts, a deep
@@ -106,6 +107,7 @@ class Mixture:
     """
 
     def __init__(self, posteriors: Sequence[Posterior]) -> None:
+        super().__init__()
         members = tuple(posteriors)
         if not members:
             raise ValueError("posteriors must hold at least one, but are none")
@@ -115,7 +117,12 @@ class Mixture:
         kinds = sorted({f"{type(p.likelihood).__name__} with {p.lin.num_outputs} outputs" for p in members})
         if len(kinds) > 1:
             raise ValueError(f"posteriors must have one likelihood and number of outputs, but have {', '.join(kinds)}")
-        self.posteriors = members
+        self._members = nn.ModuleList(members)
+
+    @property
+    def posteriors(self) -> tuple[Posterior, ...]:
+        """The members."""
+        return tuple(self._members)  # type: ignore[arg-type]
 
     def predict(self, x: Input, generator: torch.Generator | None = None, **options: Any) -> MixturePrediction:
         """Return the predictive distribution of y at each point.
@@ -138,30 +145,27 @@ class Mixture:
         functions = {k: self.posteriors[k].sample_functions(len(at), generator) for k, at in chosen.items()}
         return lambda x: _placed(n, {k: (at, functions[k](x)) for k, at in chosen.items()})
 
-    def tune(self, at: str = "linear_mode", validation: Any = None, **options: Any) -> Self:
+    def tune(self, validation: Any = None, **options: Any) -> Self:
         """Tune each member by its own evidence, or all of them by the mixture's score on validation data.
 
-        Members that are calibrated one by one make a mixture that is too unsure: what they differ by comes on top.
+        Members that are calibrated one by one make a mixture that is too unsure: what they differ by comes on top. If
+        anything fails, all hyperparameters are as they were.
 
         Args:
-            at: as :meth:`Posterior.tune` takes it.
             validation: (X, y), a Dataset or a DataLoader; one factor of ``grid`` then moves the precisions of all.
             options: of :meth:`Posterior.tune`; with validation data ``grid``, ``temperatures`` and ``progress``.
         """
         if validation is not None:
             validate(self.posteriors, validation, **options)
         else:
-            for post in self.posteriors:
-                post.tune(at, **options)
+            with unless_it_fails(self.posteriors):
+                for post in self.posteriors:
+                    post.tune(**options)
         return self
 
-    def refine(self, method: str = "laplace", **options: Any) -> "Mixture":
+    def refine(self, **options: Any) -> "Mixture":
         """Return the mixture of refined members; see :meth:`Posterior.refine`."""
-        return Mixture([post.refine(method, **options) for post in self.posteriors])
-
-
-def _by_member(n: int, generator: torch.Generator, K: int, draw: Callable[[int, int], Tensor]) -> Tensor:  # (n, *)
-    return _placed(n, {k: (at, draw(k, len(at))) for k, at in _chosen(n, generator, K).items()})
+        return Mixture([post.refine(**options) for post in self.posteriors])
 
 
 def _chosen(n: int, generator: torch.Generator, K: int) -> dict[int, Tensor]:

@@ -21,7 +21,7 @@ from ntkgp.posteriors.prediction import Prediction, predictive_of
 if TYPE_CHECKING:
     from ntkgp.posteriors.base import Posterior
 
-__all__ = ["hidden", "log_hyperprior", "predictor", "settings", "squared_errors", "tune", "validate"]
+__all__ = ["hidden", "log_hyperprior", "predictor", "settings", "squared_errors", "tune", "unless_it_fails", "validate"]
 
 P = TypeVar("P", bound="Posterior")
 NO_VALIDATION = "temperatures are for validation data to choose from, but validation is None"
@@ -83,13 +83,13 @@ def tune(
     if validation is not None:
         validate([posterior], validation, grid, temperatures, progress)
     else:
-        with _unless_it_fails([posterior]):
+        with unless_it_fails([posterior]):
             _by_evidence(posterior, at, curvature_at, method, steps, search or {}, progress)
     return posterior
 
 
 @contextmanager
-def _unless_it_fails(posteriors: Sequence["Posterior"]) -> Iterator[None]:
+def unless_it_fails(posteriors: Sequence["Posterior"]) -> Iterator[None]:
     """Put hyperparameters back where they were if something is raised."""
     before = [(p, p.detach().clone()) for posterior in posteriors for p in posterior.parameters()]
     try:
@@ -279,7 +279,7 @@ def validate(
     data = gather(as_source(validation, first.lin, first.likelihood), first.lin, first.likelihood)
     factors = (torch.logspace(-4, 4, 17) if grid is None else torch.as_tensor(grid)).tolist()
     heats = [None] if temperatures is None else _numbers(temperatures)
-    with _unless_it_fails(posteriors):
+    with unless_it_fails(posteriors):
         _on_validation(posteriors, data, factors, heats, progress)
 
 

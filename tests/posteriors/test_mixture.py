@@ -145,3 +145,32 @@ def test_a_mixture_that_cannot_be_tuned_stays_as_it_was(float64):
     with pytest.raises(ZeroDivisionError):
         Mixture(posts).tune(validation=(problem.x, problem.y), progress=False)
     assert all(torch.equal(post.prior.precision, p) for post, p in zip(posts, before, strict=True))
+
+
+def test_members_before_one_that_cannot_be_tuned_stay_as_they_were(float64):
+    _, posts = members("categorical")
+    before = [post.prior.precision.detach().clone() for post in posts]
+    posts[2].tune = lambda **_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        Mixture(posts).tune(at="map", steps=2, progress=False)
+    assert all(torch.equal(post.prior.precision, p) for post, p in zip(posts, before, strict=True))
+
+
+def test_sparse_members_are_tuned_and_refined_in_their_own_way(float64):
+    problem = Problem("mlp", "categorical")
+    posts = [problem.fit("variational", num_inducing=4, epochs=2, seed=k, progress=False) for k in range(2)]
+    before = [post.prior.precision.detach().clone() for post in posts]
+    mixture = Mixture(posts).tune(steps=2, progress=False)
+    assert all((post.prior.precision != p).any() for post, p in zip(posts, before, strict=True))
+    assert mixture.refine(epochs=1).predict(problem.x_new).probs.shape == (5, 3)
+
+
+def test_a_mixture_moves_like_a_module_and_keeps_its_dtype():
+    problem, posts = members("categorical")
+    mixture = Mixture(posts)
+    single = mixture.predict(problem.x_new)
+    f = mixture.sample_functions(4)(problem.x_new)
+    assert {t.dtype for t in (single.mean, single.variance, single.epistemic, single.entropy, f)} == {torch.float32}
+    double = mixture.double().predict(problem.x_new.double())
+    assert double.mean.dtype == double.log_prob(problem.y[:5]).dtype == torch.float64
+    assert (single.mean - double.mean).abs().max() < 0.1  # other draws
