@@ -119,13 +119,18 @@ def windows(
     dilation: Sequence[int],
     counts: Sequence[int],
 ) -> Tensor:  # (*lead, T, channels, *spatial) -> (*lead, T', channels * kernel)
-    """Cut out, position by position, what a kernel sees of x."""
+    """Cut out, position by position, what a kernel sees of x.
+
+    It lies in memory with the positions last: rows of the image are copied as a whole, not k numbers at a time.
+    """
     x = pad(x, [size for p in reversed(padding) for size in (p, p)])
     for i, (k, s, d, count) in enumerate(zip(kernel, stride, dilation, counts, strict=True)):
         dim = lead + 2 + i
         x = x.unfold(dim, d * (k - 1) + 1, s)[..., ::d].narrow(dim, 0, count)
-    x = x.movedim(lead + 1, lead + 1 + len(kernel))  # (*lead, T, *counts, channels, *kernel)
-    return x.flatten(lead + 1 + len(kernel)).flatten(lead, lead + len(kernel))
+    spatial = len(kernel)  # x: (*lead, T, channels, *counts, *kernel)
+    order = [lead + 1, *range(lead + 2 + spatial, x.ndim), lead, *range(lead + 2, lead + 2 + spatial)]
+    x = x.permute(*range(lead), *order)  # (*lead, channels, *kernel, T, *counts)
+    return x.flatten(lead, lead + spatial).flatten(lead + 1).mT
 
 
 def _by_group(equation: str, A: Tensor, G: Tensor, groups: int) -> Tensor:  # -> (N, C, p)
