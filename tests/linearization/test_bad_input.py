@@ -29,6 +29,8 @@ NET, X = nn.Linear(3, 2), torch.randn(4, 3)
         (nn.ReLU(), X, ValueError, "parameters selects nothing"),
         (NET, X[:0], ValueError, "x is empty"),
         (NET, X / 0, ValueError, "x holds NaN or infinity"),
+        (NET, X.index_fill(0, torch.tensor(1), torch.nan), ValueError, "x holds NaN or infinity"),
+        (NET, torch.tensor([[torch.inf, -torch.inf, 0.0]] * 2), ValueError, "x holds NaN or infinity"),
         (NET, X.double(), TypeError, "x has dtype torch.float64, but the network has torch.float32"),
         (NET, X.numpy(), TypeError, "x must be a tensor"),
         (NET, (X, X[:2]), ValueError, "must agree on the number of examples"),
@@ -50,6 +52,14 @@ NET, X = nn.Linear(3, 2), torch.randn(4, 3)
 def test_it_is_refused_with_a_reason(net, x, error, message):
     with pytest.raises(error, match=message):
         Linearization(net, example=x)
+
+
+def test_numbers_whose_sum_overflows_are_taken():
+    x = torch.full((4, 3), 3e38)
+    assert not x.sum().isfinite()
+    small = nn.Linear(3, 2)
+    nn.init.constant_(small.weight, 1e-3)
+    assert torch.isfinite(Linearization(small, example=x)(x)).all()
 
 
 def test_unknown_parameter_names_are_listed():
