@@ -44,11 +44,13 @@ class Sketch:
 
         It is L (I − U Uᵀ + U diag(1 + s²)⁻¹ Uᵀ) Lᵀ v, with S₀ = L Lᵀ and U, s the singular vectors and values of Lᵀ W.
         Woodbury's identity takes a difference that has no digits left in single precision where s² is large, and may
-        be negative. Here what is orthogonal to U is made so twice, and everything is positive to rounding.
+        be negative. Here what is orthogonal to U is made so twice, and everything is positive to rounding. U is found
+        in double precision: an error e of its span leaves e² of what was to shrink by 1 + s², and factorisations in
+        single precision have an e of some tens of ε, which left no digit from s = 10⁶ on.
         """
-        Q, R = torch.linalg.qr(prior.whiten(self.W).mT)
+        Q, R = torch.linalg.qr(prior.whiten(self.W).mT.double())
         rotation, s, _ = torch.linalg.svd(R)
-        U, shrink = (Q @ rotation).mT, 1 / (1 + s**2)  # (k, P), (k,)
+        U, shrink = (Q @ rotation).mT.to(self.W), (1 / (1 + s**2)).to(self.W)  # (k, P), (k,)
 
         def precondition(v: Tensor) -> Tensor:  # (S, P)
             z = prior.whiten(v)

@@ -354,5 +354,5 @@ def test_a_sketch_of_large_curvature_stays_positive_in_single_precision():
     exact = torch.linalg.inv(0.5 * torch.eye(n).double() + W.double().mT @ W.double())
     assert found.dtype == torch.float32
     size, truth = (v * found).sum(1).double(), ((v.double() @ exact) * v.double()).sum(1)
-    assert_close(size, truth, rtol=0.1, atol=0)  # one digit where curvature is 10¹² times the prior's
+    assert_close(size, truth, rtol=0.1, atol=0)  # ε² s² = .02 where curvature is s² = 10¹² times the prior's
     assert (size > 0).all()
