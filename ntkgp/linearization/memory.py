@@ -1,8 +1,10 @@
 """Room for large results, and for what comes again and again."""
 
 import mmap
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from threading import RLock
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ __all__ = ["empty", "keep_freed_memory"]
 _WORTH_IT = 32 << 20  # bytes; smaller blocks come from a heap whose pages are there already
 _HUGE_PAGE = 2 << 20
 _LARGEST_LEARNT = 31 << 20  # bytes; glibc learns from blocks of less than 32 MB
+_SPARE_BYTES = 256 << 20  # what blocks that were freed may hold, all together
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14, which Python's mmap does not name yet
 
 
@@ -20,20 +23,61 @@ def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
     A large block on the CPU comes fresh from the operating system, which hands it out in pages of 4 KB at the first
     touch of each: for a Gram matrix that costs half as much as computing it. Pages of 2 MB, touched beforehand by all
-    threads, take a third of that. Where the system does not know them, nothing is lost.
+    threads, take a third of that. Where the system does not know them, nothing is lost. A block that is freed is there
+    for the next result of its size.
     """
     size = torch.Size(shape).numel() * like.element_size()
     if like.device.type != "cpu" or size < _WORTH_IT or not hasattr(mmap, "MADV_HUGEPAGE"):
         return like.new_empty(shape)
-    buffer = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    block = _SPARE.take(size) or _fresh(size)
+    view = memoryview(block)  # the tensor's storage is what holds it
+    weakref.finalize(view, _SPARE.give, block).atexit = False
+    return torch.frombuffer(view, dtype=like.dtype).view(shape)
+
+
+def _fresh(size: int) -> mmap.mmap:
+    """Return a block whose pages are there."""
+    block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):
-        buffer.madvise(mmap.MADV_HUGEPAGE)
+        block.madvise(mmap.MADV_HUGEPAGE)
         threads = torch.get_num_threads()
         part = -(-size // (threads * _HUGE_PAGE)) * _HUGE_PAGE
         with ThreadPoolExecutor(threads) as pool:
             starts = range(0, size, part)
-            list(pool.map(lambda start: buffer.madvise(_POPULATE_WRITE, start, min(part, size - start)), starts))
-    return torch.frombuffer(buffer, dtype=like.dtype).view(shape)
+            list(pool.map(lambda start: block.madvise(_POPULATE_WRITE, start, min(part, size - start)), starts))
+    return block
+
+
+class _Spare:
+    """Blocks that nothing uses any more, the last freed last; the first go back to the system when they are too many.
+
+    Garbage is collected at any time, so a block may be given while another is taken; then at worst it is not kept.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: tuple[mmap.mmap, ...] = ()
+        self._lock = RLock()
+
+    def take(self, size: int) -> mmap.mmap | None:
+        """Return a block of this size, if there is one."""
+        with self._lock:
+            blocks = self._blocks
+            found = next((block for block in blocks if len(block) == size), None)
+            self._blocks = tuple(block for block in blocks if block is not found)
+            return found
+
+    def give(self, block: mmap.mmap) -> None:
+        """Keep a block, if there is room."""
+        if len(block) > _SPARE_BYTES:
+            return
+        with self._lock:
+            blocks = (*self._blocks, block)
+            while sum(map(len, blocks)) > _SPARE_BYTES:
+                blocks = blocks[1:]
+            self._blocks = blocks
+
+
+_SPARE = _Spare()
 
 
 def keep_freed_memory() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ntkgp.linearization import Features
 from ntkgp.linearization.memory import empty, keep_freed_memory
-from ntkgp.operators.symmetric import add_square
+from ntkgp.operators.symmetric import add_square, transpose
 from ntkgp.operators.terms import DenseTerm, Term, terms
 from ntkgp.priors import Covariance
 
@@ -19,7 +19,6 @@ __all__ = ["gram", "point_blocks"]
 _TILE = 1000  # side of a tile: its parts stay in the caches while terms are added
 _LEAF = 250  # side of the squares on the diagonal, of which half is wasted
 _HEAVY = 1000  # multiplications for an entry from which smaller squares, half as large, pay
-_MIRROR = 500  # side of the squares that are transposed at a time
 
 
 def gram(
@@ -57,7 +56,7 @@ def gram(
             if rows == cols:
                 torch.where(_upper(len(tile), tile.device), tile.mT.contiguous(), tile, out=tile)
             else:
-                _transpose(tile, K[cols.start * C : cols.stop * C, rows.start * C : rows.stop * C])
+                transpose(tile, K[cols.start * C : cols.stop * C, rows.start * C : rows.stop * C])
     return K
 
 
@@ -74,11 +73,6 @@ def _add_squares(K: Tensor, parts: list[Term]) -> bool:
 def _upper(n: int, device: torch.device) -> Tensor:  # (n, n)
     """Return what lies above the diagonal; the squares there have a size or two."""
     return torch.ones(n, n, dtype=torch.bool, device=device).triu(1)
-
-
-def _transpose(source: Tensor, target: Tensor) -> None:
-    for rows, cols in _rectangle((0, source.shape[0]), (0, source.shape[1]), _MIRROR):
-        target[cols, rows] = source[rows, cols].mT
 
 
 def _triangle(start: int, stop: int, leaf: int, step: int) -> Iterator[tuple[slice, slice]]:

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["add_square", "has_square", "mirror"]
+__all__ = ["add_square", "has_square", "mirror", "transpose"]
 
 _NUMBERS = {torch.float32: ("s", ctypes.c_float), torch.float64: ("d", ctypes.c_double)}
 _ARGUMENTS = {"syrk": 8, "gemm": 11}  # after two letters
 _WORTH_IT = 1 << 24  # multiplications: smaller products take less time than the call
 _AT_ONCE = 1 << 39  # multiplications of a call, some seconds: Python does not look at signals in between
 _SIDE = 8192  # of a triangle at once: each of OpenBLAS's threads copies its rows to 32 MB, and more of them end beyond
-_MIRROR = 500  # side of the squares that are transposed at a time
+_MIRROR = 500  # side of the squares on the diagonal that are made symmetric at a time
+_STRIP = 200  # rows that are transposed at a time: a cache line of each stays in the first cache until it is used up
 _LOCK = Lock()  # the number of BLAS's threads is the whole process's
 
 
@@ -64,12 +65,17 @@ def _add_product(K: Tensor, A: Tensor, rows: slice, cols: slice, alpha: float, f
 
 def mirror(K: Tensor) -> None:  # (n, n)
     """Write the lower triangle of K to the upper one."""
-    squares = [slice(start, start + _MIRROR) for start in range(0, len(K), _MIRROR)]
-    for i, rows in enumerate(squares):
-        for cols in squares[:i]:
-            K[cols, rows] = K[rows, cols].mT
+    for start in range(0, len(K), _MIRROR):
+        rows = slice(start, start + _MIRROR)
+        transpose(K[rows, :start], K[:start, rows])
         here = K[rows, rows]
         here.copy_(here.tril() + here.tril(-1).mT)
+
+
+def transpose(source: Tensor, target: Tensor) -> None:  # (n, m), (m, n)
+    """Write sourceᵀ to the target, which is another part of the same matrix, a strip of rows after the other."""
+    for start in range(0, len(source), _STRIP):
+        target[:, start : start + _STRIP] = source[start : start + _STRIP].mT
 
 
 def _integer(value: int) -> Any:

@@ -3,6 +3,7 @@
 import platform
 import subprocess
 import sys
+from threading import Thread
 
 import pytest
 import torch
@@ -30,6 +31,59 @@ def test_a_gram_on_such_a_block_is_the_oracle(float64, monkeypatch):
     with torch.no_grad():
         K = NTKKernel(lin, priors.Isotropic(lin), engine="layerwise").gram(x)
     assert relative_error(K, J @ J.mT) < 1e-10
+
+
+@pytest.fixture
+def spare(monkeypatch):
+    monkeypatch.setattr(memory, "_SPARE", memory._Spare())
+    monkeypatch.setattr(memory, "_WORTH_IT", 1 << 12)
+    monkeypatch.setattr(memory, "_SPARE_BYTES", 3 << 13)  # three blocks of the tests' size
+    return memory._SPARE
+
+
+def block(size=2048):
+    return memory.empty((size,), torch.zeros(1))
+
+
+def test_a_freed_block_is_there_for_the_next_result_of_its_size(spare):
+    first = block()
+    place, view = first.data_ptr(), first[7:]
+    del first
+    assert block().data_ptr() != place  # a view still uses it
+    del view
+    assert block(2049).data_ptr() != place
+    again = block().double()  # a copy, so the block is free at once
+    assert block().data_ptr() == place
+    assert again.dtype == torch.float64
+
+
+def test_blocks_in_use_never_share_memory(spare):
+    blocks = [block().fill_(i) for i in range(5)]
+    del blocks[1::2]
+    blocks += [block().fill_(i) for i in range(10, 14)]
+    assert [b.unique().tolist() for b in blocks] == [[0], [2], [4], [10], [11], [12], [13]]
+    assert len({b.data_ptr() for b in blocks}) == 7
+
+
+def test_no_more_memory_is_kept_than_is_allowed(spare):
+    blocks = [block() for _ in range(5)]
+    last = {b.data_ptr() for b in blocks[2:]}
+    while blocks:
+        del blocks[0]
+    assert sum(map(len, spare._blocks)) == 3 << 13
+    assert {block().data_ptr()} < last
+    large = block(1 << 14)
+    del large
+    assert {len(b) for b in spare._blocks} == {1 << 13}  # it goes at once, and the others stay
+
+
+def test_a_block_that_is_freed_by_another_thread_is_kept(spare):
+    held = [block()]
+    place = held[0].data_ptr()
+    thread = Thread(target=held.clear)
+    thread.start()
+    thread.join()
+    assert block().data_ptr() == place
 
 
 FAULTS = """
