@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy, deepcopy
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,10 +12,10 @@ from ntkgp.linearization.cache import InputCache
 from ntkgp.linearization.capture import Analysis, Workspace, capture, fallback_jacobian
 from ntkgp.linearization.factors import Dense, Factor
 from ntkgp.linearization.features import Features
-from ntkgp.linearization.graph import Trace, trace
-from ntkgp.linearization.inputs import Input, batch_size, leaves, map_leaves, rebuild, take, validate_input, wants_grad
+from ntkgp.linearization.graph import trace
+from ntkgp.linearization.inputs import Input, batch_size, leaves, map_leaves, rebuild, take, wants_grad
+from ntkgp.linearization.known import Known, shapes_of
 from ntkgp.linearization.layout import ParameterLayout
-from ntkgp.linearization.probe import probe
 from ntkgp.linearization.products import JVP, JVPS, JVPS_IN_REVERSE, DifferentiableJVP, first_consistent, vjp
 from ntkgp.linearization.rules import CONVOLUTION
 from ntkgp.linearization.snapshot import Selection, Snapshot
@@ -47,8 +46,7 @@ class Linearization:
     def __init__(self, net: nn.Module, parameters: Selection = None, example: Input | None = None) -> None:
         self._net = Snapshot(net, parameters)
         self._seeds: Tensor | None = None  # (C, outputs of the network) where only some are wanted
-        self._analyses: dict[tuple, Analysis] = {}
-        self._examples: dict[tuple, Input] = {}
+        self._known = Known(self._net)
         self._pilots: dict[tuple, Features] = {}
         self._jvp: JVP | None = None
         self.cache = InputCache()
@@ -70,7 +68,7 @@ class Linearization:
         """C, the outputs per example."""
         if self._seeds is not None:
             return self._seeds.shape[0]
-        return self._seen("num_outputs").num_outputs
+        return self._known.first("num_outputs").num_outputs
 
     @property
     def groups(self) -> dict[str, list[str]]:
@@ -80,13 +78,13 @@ class Linearization:
     @property
     def convolutions(self) -> list[str]:
         """Parameters that the network convolves with."""
-        uses = self._seen("convolutions").uses
+        uses = self._known.first("convolutions").uses
         found = {use.target.parameters[0] for use in uses if use.operation == CONVOLUTION and use.slot == 1}
         return [name for name in self.layout.names if name in found]
 
     def normalized_groups(self) -> dict[str, tuple[str, ...]]:
         """Return the parameters that each normalisation layer makes scale invariant, and the rest as one group."""
-        norms = self._seen("what is normalised").norms
+        norms = self._known.first("what is normalised").norms
         groups: dict[int, list[str]] = {}
         for name in self.layout.names:
             if name in norms:
@@ -104,8 +102,7 @@ class Linearization:
     @property
     def example(self) -> Input:
         """Two examples like those seen last."""
-        self._seen("an example")
-        return next(reversed(self._examples.values()))
+        return self._known.examples[self._known.last_seen("an example")]
 
     @property
     def outputs(self) -> Tensor | None:  # (C, outputs of the network)
@@ -128,19 +125,7 @@ class Linearization:
 
     def learn(self, x: Input) -> Analysis:
         """Check ``x``, and probe the network if it has not seen inputs of these shapes."""
-        validate_input(x, self.dtype, self.device)
-        shapes = _shapes(x)
-        if shapes not in self._analyses:
-            analysis = probe(self._net, map_leaves(Tensor.detach, x))
-            known = next(iter(self._analyses.values()), analysis).num_outputs
-            if known != analysis.num_outputs:
-                raise ValueError(
-                    f"x makes the network return {analysis.num_outputs} outputs per example, but it returned {known} "
-                    "before"
-                )
-            self._analyses[shapes] = analysis
-            self._examples[shapes] = map_leaves(lambda leaf: leaf[:1].detach().repeat_interleave(2, 0), x)
-        return self._analyses[shapes]
+        return self._known.learn(x)
 
     def __call__(self, x: Input, theta: Tensor | None = None) -> Tensor:  # (N, C)
         """Return f(x; θ*), or the network itself at other weights (P,); differentiable in x if that asks for it."""
@@ -232,7 +217,7 @@ class Linearization:
             with self._net.differentiable(), torch.enable_grad():
                 f = self._net(pair)
                 t = trace(f, leaves(pair))
-                here = self._analysis_of(pair, t)
+                here = self._known.of_graph(pair, t)
                 seeds = self._basis(f) if u is None else self._unprojected(u[:, start : start + n])
                 found = capture(self._net, f, t, here, seeds if u is None else seeds.expand(-1, len(f), -1))
             uses: dict[str, list[Factor]] = {name: [factor[:n] for _, factor in parts] for name, parts in found.items()}
@@ -244,25 +229,23 @@ class Linearization:
 
     def pilot(self) -> Features:
         """Return the features of two examples like those seen last: their sizes tell the cost of many."""
-        self._seen("the size of features")
-        return self._pilot(next(reversed(self._examples.values())))
+        return self._pilot(self._known.examples[self._known.last_seen("the size of features")])
 
     def _pilot(self, x: Input) -> Features:
-        shapes = _shapes(x)
+        shapes = shapes_of(x)
         if shapes not in self._pilots:
-            self._pilots[shapes] = self._capture(self._examples[shapes])
+            self._pilots[shapes] = self._capture(self._known.examples[shapes])
         return self._pilots[shapes]
 
     @property
     def flops(self) -> float:
         """Operations of a forward pass with one example like those seen last."""
-        self._seen("the cost of a forward pass")
-        return self._analyses[next(reversed(self._examples))].flops
+        return self._known.analyses[self._known.last_seen("the cost of a forward pass")].flops
 
     @property
     def capture_bytes(self) -> int:
         """What the features of one example like those seen last take while they are computed."""
-        return self._capture_bytes(self._seen("the size of cotangents"))
+        return self._capture_bytes(self._known.first("the size of cotangents"))
 
     def select(self, outputs: int | Sequence[int] | str | Tensor) -> "Linearization":
         """Return the linearisation of some outputs only, or of linear combinations W f of them.
@@ -296,9 +279,6 @@ class Linearization:
     def again(self, net: nn.Module) -> "Linearization":
         """Return the linearisation of the same network where it is now: what was learnt of its graph stays.
 
-        What could not be told of it, as gradients were zero, may be told now: where a parameter has no rule, the graph
-        is looked at again.
-
         Args:
             net: the network, at other weights.
 
@@ -310,11 +290,7 @@ class Linearization:
         now = new.layout.shapes, new.dtype, new.device
         if now != (self.layout.shapes, self.dtype, self.device):
             raise ValueError("net has parameters of other shapes, another dtype or device: it is another network")
-        new._pilots, new.cache = {}, InputCache()
-        new._analyses = {key: analysis for key, analysis in self._analyses.items() if not analysis.fallback}
-        new._examples = dict(self._examples)
-        for x in self._examples.values():
-            new.learn(x)
+        new._known, new._pilots, new.cache = self._known.at(new._net), {}, InputCache()
         return new
 
     def restrict(self, parameters: Selection) -> "Linearization":
@@ -329,10 +305,8 @@ class Linearization:
         extra = [name for name in new.layout.names if name not in names]
         if extra:
             raise ValueError(f"parameters names {extra}, which are not among those of this linearisation")
-        new._analyses, new._pilots, new._jvp, new.cache = {}, {}, None, InputCache()
-        examples, new._examples = self._examples, {}
-        for x in examples.values():
-            new.learn(x)
+        new._known, new._jvp = self._known.restricted(new._net), None
+        new._pilots, new.cache = {}, InputCache()
         return new
 
     def to(self, *args: Any, **kwargs: Any) -> "Linearization":
@@ -356,21 +330,13 @@ class Linearization:
         new._net = Snapshot(convert(deepcopy(self._net.module)), self.layout.names)
         new._seeds = None if self._seeds is None else self._seeds.to(pilot)
         new.cache, new._pilots = InputCache(), {}
-        new._examples = {
-            shapes: map_leaves(lambda leaf: leaf.to(pilot) if leaf.is_floating_point() else leaf.to(pilot.device), x)
-            for shapes, x in self._examples.items()
-        }
+        new._known = self._known.converted(
+            new._net, lambda leaf: leaf.to(pilot) if leaf.is_floating_point() else leaf.to(pilot.device)
+        )
         return new
 
     def __deepcopy__(self, memo: dict) -> "Linearization":
         return self  # immutable: copies of what is built on it share it
-
-    def _seen(self, what: str) -> Analysis:
-        if not self._analyses:
-            raise ValueError(
-                f"{what} is not known yet: pass example= to Linearization, or evaluate it at an input first"
-            )
-        return next(iter(self._analyses.values()))
 
     def _capture(
         self, x: Input, differentiable: bool = False, into: Features | None = None, work: Workspace | None = None
@@ -380,7 +346,7 @@ class Linearization:
         with self._net.differentiable(), torch.enable_grad():
             f = self._net(pair)
             t = trace(f, leaves(pair))
-            analysis = self._analysis_of(pair, t)
+            analysis = self._known.of_graph(pair, t)
             factors = capture(self._net, f, t, analysis, self._basis(f), differentiable, work)
             with torch.set_grad_enabled(differentiable):
                 features = Features.assemble(len(f), self.num_outputs, factors, into if n > 1 else None)[:n]
@@ -396,21 +362,6 @@ class Linearization:
         if columns is None:
             return analysis.cotangents * (self.num_outputs + 1) * self.dtype.itemsize
         return (analysis.cotangents * (columns + 1) + analysis.windows) * self.dtype.itemsize
-
-    def _analysis_of(self, x: Input, t: Trace) -> Analysis:
-        """Return what is known of this very graph; a network may compute a large batch in another way than a small."""
-        known, n = self._analyses[_shapes(x)], batch_size(x)
-        if known.structure == t.structure:
-            return known
-        key = _shapes(x), t.structure
-        if key not in self._analyses:
-            analysis = probe(self._net, x)
-            if analysis.structure != t.structure and n > 2:
-                analysis = probe(self._net, x, large=n, small=n - 1)
-            if analysis.structure != t.structure:
-                analysis = replace(known, structure=t.structure, uses=(), fallback=self.layout.names)
-            self._analyses[key] = analysis
-        return self._analyses[key]
 
     @property
     def _sizes(self) -> dict[str, int]:
@@ -447,10 +398,6 @@ class Linearization:
 def _twice(leaf: Tensor) -> Tensor:
     """Repeat a single example: a batch of one may be computed in another way. A copy, as strides change the graph."""
     return leaf.repeat_interleave(2, dim=0)
-
-
-def _shapes(x: Input) -> tuple:
-    return tuple(leaf.shape[1:] for leaf in leaves(x))
 
 
 def _parts(x: Input, batch: int) -> Iterator[Input]:

@@ -67,6 +67,6 @@ def test_the_network_can_be_evaluated_at_other_weights():
 def test_batches_of_combinations_leave_room_for_what_a_convolution_sees():
     net = torch.nn.Sequential(torch.nn.Conv2d(4, 1, 5, padding=2), torch.nn.Flatten())
     lin = ntkgp.Linearization(net, example=torch.randn(2, 4, 28, 28))
-    (analysis,) = lin._analyses.values()
+    (analysis,) = lin._known.analyses.values()
     assert analysis.windows == 28 * 28 * 4 * 25
     assert lin._capture_bytes(analysis, 1) == 4 * (analysis.windows + 2 * analysis.cotangents)

@@ -42,7 +42,7 @@ def test_float32_features_stay_close_to_the_float64_oracle(case):
 def test_the_rules_cover_every_parameter(case):
     net, x = case.build()
     lin = Linearization(net, case.parameters, example=x)
-    covered = [analysis.fallback for analysis in lin._analyses.values()]
+    covered = [analysis.fallback for analysis in lin._known.analyses.values()]
     assert covered == [tuple(sorted(case.fallback))] * len(covered)
 
 
@@ -95,7 +95,7 @@ def test_a_network_that_computes_large_batches_otherwise_is_still_exact(float64,
     net, x = TwoWays(), torch.randn(8, 3)
     lin = Linearization(net, example=x)
     monkeypatch.setattr(
-        "ntkgp.linearization.linearization._CAPTURE_BYTES", 3 * 8 * lin._analyses[((3,),)].cotangents * 3
+        "ntkgp.linearization.linearization._CAPTURE_BYTES", 3 * 8 * lin._known.analyses[((3,),)].cotangents * 3
     )
     assert relative_error(lin.features(x).jacobian(lin.layout), dense_jacobian(net, x, ["w"])) < 1e-12
     assert relative_error(lin.features(x[:3]).jacobian(lin.layout), dense_jacobian(net, x[:3], ["w"])) < 1e-12
