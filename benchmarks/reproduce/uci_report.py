@@ -150,12 +150,13 @@ def markdown(every: list[Results]) -> str:
 
 
 def origin(every: list[Results]) -> dict[str, str]:
-    first = every[0].splits[0]
-    commits = dict.fromkeys(s["commit"].removesuffix("-dirty") for results in every for s in results.splits)
+    splits = [s for results in every for s in results.splits]
+    commits = sorted({name.removesuffix("-dirty") for s in splits for name in s["commit"].split(", ")})
+    machines = dict.fromkeys(s["machine"] for s in splits)
     seeds = ", ".join(str(s["seed"]) for s in max((r.splits for r in every), key=len))
     return {
         "commit": ", ".join(commits),
-        "machine": first["machine"],
+        "machine": " and ".join(machines),
         "minutes": f"{sum(map(minutes, every)):.0f}",
         "seeds": seeds,
     }
@@ -164,7 +165,7 @@ def origin(every: list[Results]) -> dict[str, str]:
 HEAD = """# UCI classification: Table 1 and Figure 5 of the local-linearisation paper
 
 Made by `python benchmarks/reproduce/uci.py --data ../shared/data` (`make reproduce-uci`) while the
-library was at commit {commit}; seeds {seeds} (of splits and networks, as far as
+library was at commits {commit}; seeds {seeds} (of splits and networks, as far as
 there are splits); {machine}; {minutes} minutes of wall time
 on a shared machine, pauses included.
 
