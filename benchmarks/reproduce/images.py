@@ -44,6 +44,7 @@ EPOCHS = {"fashion_mnist": 12, "mnist": 6}
 BATCH, ENSEMBLE, SAMPLES, DRAWS = 128, 3, 100, 20
 FACTORS = tuple(10 ** (k / 4) for k in range(2, 13))  # of the precision that the weight decay means, 3 to 1000
 VALIDATED = 1000  # validation images on which a precision is chosen
+TEMPERATURES = tuple(k / 10 for k in range(4, 13))  # that a GP chooses among together with its precision
 Predict = Callable[[Tensor], Tensor]
 
 
@@ -286,6 +287,8 @@ class Table2(Trained):
         yield "BNN damped", lambda: self.kron("bnn", damped=True)
         for M in self.subsets:
             yield f"GP {M}", lambda M=M: self.gp(M)
+            if M in (200, 800):
+                yield f"GP {M} temperature", lambda M=M: self.gp_temperature(M)
         if 200 in self.subsets:
             yield "GP 200 refined", lambda: self.refined(200)
         yield "dropout", self.dropout
@@ -326,6 +329,18 @@ class Table2(Trained):
         post.tune(validation=self.validated, grid=torch.tensor(self.factors(M)), progress=False)
         factor = post.prior.precision.item() / self.precision
         return lambda x: post.predict(x, num_samples=SAMPLES).probs, {"precision factor": factor}
+
+    def gp_temperature(self, M: int) -> tuple:
+        """Choose precision and temperature together, on as many images as MAP's temperature.
+
+        Sharper logits leave room for wider posteriors, which differ inside and outside; one precision has to serve both
+        the likelihood inside and what is to be told from it.
+        """
+        post = self.function_space(M)
+        post.tune(validation=self.valid, grid=torch.tensor(FACTORS), temperatures=TEMPERATURES, progress=False)
+        found = {"precision factor": post.prior.precision.item() / self.precision}
+        found["temperature"] = post.likelihood.temperature.item()
+        return lambda x: post.predict(x, num_samples=SAMPLES).probs, found
 
     def factors(self, M: int) -> list[float]:
         """Return what M images choose among: where each takes minutes, those beside a smaller subset's choice."""
