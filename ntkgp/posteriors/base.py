@@ -400,11 +400,17 @@ class Posterior(gpytorch.Module):
 
     # Tuning and refinement
 
-    def tune(self, at: str = "linear_mode", validation: Any = None, **options: Any) -> Self:
-        """Maximise the evidence, or a score on validation data, over the hyperparameters; see :func:`tune`."""
+    def tune(self, at: str | None = None, validation: Any = None, **options: Any) -> Self:
+        """Maximise the evidence at the linear mode or the map, or a score on validation data; see :func:`tune`."""
         from ntkgp.posteriors.tuning import tune  # it knows posteriors, so it cannot come before them
 
-        return tune(self, at, validation, **options)
+        tune([self], at, validation, **options)
+        return self
+
+    def _tune_by_evidence(self, **options: Any) -> None:
+        from ntkgp.posteriors.tuning import by_evidence
+
+        by_evidence(self, **options)
 
     def refine(self, method: str = "laplace", **options: Any) -> Self:
         """Return a new posterior, with its own prior and likelihood, whose mean is that of the linear model.

@@ -30,7 +30,7 @@ def maximise_expectation(
     search: dict[str, Any] | None = None,
     checkpoint: str | Path | None = None,
     progress: bool | None = None,
-) -> "SampledPosterior":
+) -> None:
     r"""Alternate between θ_⋆ with S samples (E) and MacKay's step with their estimate of γ (M).
 
     α_g ← α_g γ̂_g / q_g and, for Gaussian noise, σ² ← ‖y − f‖² / (n − γ̂) (Antorán et al. 2023), or if γ̂ is near n,
@@ -53,28 +53,20 @@ def maximise_expectation(
     _check(posterior, at)
     state = State(0, [])
     file = None if checkpoint is None else _file(posterior, checkpoint)
-    before = [(p, p.detach().clone()) for p in posterior.parameters()]
-    try:
-        if file is not None and file.path.exists():
-            state = _resume(posterior, file)
-        with tqdm(total=steps, initial=state.step, desc="EM", disable=hidden(progress)) as bar:
-            while state.step < steps and not state.finished:
-                found = _step(posterior, at, search or {})
-                state = State(state.step + 1, [*state.history, found], found["moved"] <= tolerance)
-                if file is not None and posterior.model.ranks.rank == 0:
-                    _save(posterior, state, file)
-                gamma, alpha = (
-                    ", ".join(f"{v:.3g}" for v in found[name][:4]) for name in ("effective_parameters", "precision")
-                )
-                bar.set_postfix_str(f"γ {gamma}; α {alpha}; residual {found['residual']:.1e}")
-                bar.update()
-    except BaseException:
-        with torch.no_grad():
-            for parameter, value in before:
-                parameter.copy_(value)
-        raise
+    if file is not None and file.path.exists():
+        state = _resume(posterior, file)
+    with tqdm(total=steps, initial=state.step, desc="EM", disable=hidden(progress)) as bar:
+        while state.step < steps and not state.finished:
+            found = _step(posterior, at, search or {})
+            state = State(state.step + 1, [*state.history, found], found["moved"] <= tolerance)
+            if file is not None and posterior.model.ranks.rank == 0:
+                _save(posterior, state, file)
+            gamma, alpha = (
+                ", ".join(f"{v:.3g}" for v in found[name][:4]) for name in ("effective_parameters", "precision")
+            )
+            bar.set_postfix_str(f"γ {gamma}; α {alpha}; residual {found['residual']:.1e}")
+            bar.update()
     posterior.history += state.history
-    return posterior
 
 
 @dataclass(frozen=True)

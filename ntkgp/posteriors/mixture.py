@@ -12,7 +12,7 @@ from ntkgp.likelihoods import Likelihood
 from ntkgp.linearization.inputs import Input
 from ntkgp.posteriors.base import Posterior
 from ntkgp.posteriors.prediction import Prediction
-from ntkgp.posteriors.tuning import unless_it_fails, validate
+from ntkgp.posteriors.tuning import tune
 
 __all__ = ["Mixture", "MixturePrediction"]
 
@@ -145,22 +145,12 @@ class Mixture(nn.Module):
         functions = {k: self.posteriors[k].sample_functions(len(at), generator) for k, at in chosen.items()}
         return lambda x: _placed(n, {k: (at, functions[k](x)) for k, at in chosen.items()})
 
-    def tune(self, validation: Any = None, **options: Any) -> Self:
-        """Tune each member by its own evidence, or all of them by the mixture's score on validation data.
+    def tune(self, at: str | None = None, validation: Any = None, **options: Any) -> Self:
+        """Tune each member by its evidence, or all by the mixture's score on validation data; see :func:`tune`.
 
-        Members that are calibrated one by one make a mixture that is too unsure: what they differ by comes on top. If
-        anything fails, all hyperparameters are as they were.
-
-        Args:
-            validation: (X, y), a Dataset or a DataLoader; one factor of ``grid`` then moves the precisions of all.
-            options: of :meth:`Posterior.tune`; with validation data ``grid``, ``temperatures`` and ``progress``.
+        Members that are calibrated one by one make a mixture that is too unsure: what they differ by comes on top.
         """
-        if validation is not None:
-            validate(self.posteriors, validation, **options)
-        else:
-            with unless_it_fails(self.posteriors):
-                for post in self.posteriors:
-                    post.tune(**options)
+        tune(self.posteriors, at, validation, **options)
         return self
 
     def refine(self, **options: Any) -> "Mixture":

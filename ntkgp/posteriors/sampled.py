@@ -398,17 +398,11 @@ class SampledPosterior(WeightSpacePosterior):
         refined._keep(self._statistics())
         return refined
 
-    def tune(self, at: str = "linear_mode", validation: Any = None, **options: Any) -> Self:
-        """Maximise the evidence by sample-based EM, see :func:`maximise_expectation`; or a score on validation data."""
-        if validation is not None:
-            return super().tune(at, validation, **options)
+    def _tune_by_evidence(self, **options: Any) -> None:
+        """Maximise the evidence by sample-based EM, see :func:`maximise_expectation`."""
         from ntkgp.posteriors.em import maximise_expectation
-        from ntkgp.posteriors.tuning import NO_VALIDATION
 
-        if options.pop("temperatures", None) is not None:
-            raise ValueError(NO_VALIDATION)
-
-        return maximise_expectation(self, at, **options)
+        maximise_expectation(self, **options)
 
 
 def _rows(chunk: Chunk, R: SiteBlocks, N: int) -> Rows:

@@ -348,17 +348,11 @@ class VariationalPosterior(Posterior):
 
     # Tuning and refinement
 
-    def tune(self, at: str | None = None, validation: Any = None, **options: Any) -> Self:
-        """Maximise a bound over the hyperparameters, or a score on validation data; see :func:`tune_sparse`."""
+    def _tune_by_evidence(self, **options: Any) -> None:
+        """Maximise a bound over the hyperparameters; see :func:`tune_sparse`."""
         from ntkgp.posteriors.sparse_tuning import tune_sparse
-        from ntkgp.posteriors.tuning import NO_VALIDATION
 
-        if validation is not None:
-            return super().tune("linear_mode", validation, **options)
-        if options.pop("temperatures", None) is not None:
-            raise ValueError(NO_VALIDATION)
-        tune_sparse(self, at, **options)
-        return self
+        tune_sparse(self, **options)
 
     def refine(self, method: str = "variational", **options: Any) -> Self:
         """Return a new posterior, with its own prior and likelihood, whose mean is that of the linear model.

@@ -101,13 +101,6 @@ def _climb(judge: "VariationalPosterior", anchored: bool, learnt: list[nn.Parame
         anchor = judge.distance_to_prior() if anchored else 0.0
         return judge.collapsed_bound() - anchor + log_hyperprior(judge)
 
-    before = [p.detach().clone() for p in learnt]
     tolerance = 1e-6 if judge.lin.dtype == torch.float64 else 1e-4
-    try:
-        for step in maximise(objective, learnt, steps, tolerance):
-            judge.history.append({"bound": step.value, "gradient_norm": step.gradient_norm} | settings(judge))
-    except BaseException:
-        with torch.no_grad():
-            for parameter, value in zip(learnt, before, strict=True):
-                parameter.copy_(value)
-        raise
+    for step in maximise(objective, learnt, steps, tolerance):
+        judge.history.append({"bound": step.value, "gradient_norm": step.gradient_norm} | settings(judge))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,40 +21,85 @@ from ntkgp.posteriors.prediction import Prediction, predictive_of
 if TYPE_CHECKING:
     from ntkgp.posteriors.base import Posterior
 
-__all__ = ["hidden", "log_hyperprior", "predictor", "settings", "squared_errors", "tune", "unless_it_fails", "validate"]
+__all__ = ["by_evidence", "hidden", "log_hyperprior", "predictor", "settings", "squared_errors", "tune", "validate"]
 
-P = TypeVar("P", bound="Posterior")
-NO_VALIDATION = "temperatures are for validation data to choose from, but validation is None"
 _FAR = 1.0  # nats a target
 _SAMPLES = 256  # a validation point
 _ROUNDS = 20  # evaluations of Λ at the linear mode
 
 
 def tune(
-    posterior: P,
-    at: str = "linear_mode",
+    posteriors: Sequence["Posterior"],
+    at: str | None = None,
     validation: Any = None,
     grid: Tensor | None = None,
     temperatures: Sequence[float] | Tensor | None = None,
+    progress: bool | None = None,
+    **options: Any,
+) -> None:
+    """Tune each posterior by its own evidence, or all of them by a score of their mixture on validation data.
+
+    On validation data all precisions are multiplied by each value of ``grid``, under each of ``temperatures``, and what
+    has the best mean log predictive density stays. Every step is a line of ``posterior.history``. If anything fails,
+    the hyperparameters of all are as they were.
+
+    Args:
+        posteriors: whose priors and likelihoods to tune, in place.
+        at: where the evidence is evaluated, "linear_mode" or "map".
+        validation: (X, y), a Dataset or a DataLoader.
+        grid: factors for the precisions, 10⁻⁴ to 10⁴ by default.
+        temperatures: of a likelihood that has one, for validation data to choose from; by default it stays as it is.
+        progress: whether to show a bar; by default in a terminal.
+        options: of the evidence, see :func:`by_evidence`, or what takes its place in a posterior of this kind.
+
+    Raises:
+        ValueError: if an option is for the other of the two ways, there is nothing to tune, or a name is not known.
+    """
+    if validation is not None:
+        for name, value in ({"at": at} | options).items():
+            if value is not None:
+                raise ValueError(f"{name}={value!r} is for tuning by evidence, but validation is given")
+        validate(posteriors, validation, grid, temperatures, progress)
+        return
+    for name, choices in (("grid", grid), ("temperatures", temperatures)):
+        if choices is not None:
+            raise ValueError(f"{name}: for validation data to choose from, but validation is None")
+    if at is not None:
+        options["at"] = at
+    with _unless_it_fails(posteriors):
+        for posterior in posteriors:
+            posterior._tune_by_evidence(progress=progress, **options)
+
+
+@contextmanager
+def _unless_it_fails(posteriors: Sequence["Posterior"]) -> Iterator[None]:
+    """Put hyperparameters back where they were if something is raised."""
+    before = [(p, p.detach().clone()) for posterior in posteriors for p in posterior.parameters()]
+    try:
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for parameter, value in before:
+                parameter.copy_(value)
+        raise
+
+
+def by_evidence(
+    posterior: "Posterior",
+    at: str = "linear_mode",
     steps: int = 50,
     curvature_at: str = "map",
     method: str = "gradient",
     search: dict[str, Any] | None = None,
     progress: bool | None = None,
-) -> P:
-    """Maximise the evidence over all hyperparameters that require gradients, or a validation score over a grid.
+) -> None:
+    """Maximise the evidence over all hyperparameters that require gradients.
 
-    By evidence: quasi-Newton steps over the raw parameters, their logarithms, or MacKay's fixed point. On validation
-    data: all precisions are multiplied by each value of ``grid``, under each of ``temperatures``, and what has the best
-    mean log predictive density stays. Every step is a line of ``posterior.history``. If anything fails, the
-    hyperparameters are as they were.
+    By quasi-Newton steps over the raw parameters, their logarithms, or by MacKay's fixed point.
 
     Args:
         posterior: whose prior and likelihood to tune, in place.
         at: where the evidence is evaluated, "linear_mode" or "map".
-        validation: (X, y), a Dataset or a DataLoader.
-        grid: factors for the precisions, 10⁻⁴ to 10⁴ by default.
-        temperatures: of a likelihood that has one, for validation data to choose from; by default it stays as it is.
         steps: at most so many steps; with ``curvature_at="linear_mode"`` so many after each evaluation of Λ.
         curvature_at: where Λ is evaluated: "map" for where the posterior has it; "linear_mode" alternates between
             tuning with Λ fixed and evaluating it at the new mode, to a point where both stay.
@@ -63,9 +108,6 @@ def tune(
         search: how to find the linear mode where the exact one is too dear, as the options of
             :meth:`Posterior.search`; the fixed point takes it, which does not mind an inexact mode.
         progress: whether to show a bar; by default in a terminal.
-
-    Returns:
-        The same posterior.
 
     Raises:
         ValueError: if there is nothing to tune, or a name is not known.
@@ -78,38 +120,7 @@ def tune(
         raise ValueError(f'method must be "gradient" or "fixed_point", but is {method!r}')
     if search and method != "fixed_point":
         raise ValueError('search is for method="fixed_point": a line search needs the exact mode')
-    if temperatures is not None and validation is None:
-        raise ValueError(NO_VALIDATION)
-    if validation is not None:
-        validate([posterior], validation, grid, temperatures, progress)
-    else:
-        with unless_it_fails([posterior]):
-            _by_evidence(posterior, at, curvature_at, method, steps, search or {}, progress)
-    return posterior
-
-
-@contextmanager
-def unless_it_fails(posteriors: Sequence["Posterior"]) -> Iterator[None]:
-    """Put hyperparameters back where they were if something is raised."""
-    before = [(p, p.detach().clone()) for posterior in posteriors for p in posterior.parameters()]
-    try:
-        yield
-    except BaseException:
-        with torch.no_grad():
-            for parameter, value in before:
-                parameter.copy_(value)
-        raise
-
-
-def _by_evidence(
-    posterior: "Posterior",
-    at: str,
-    curvature_at: str,
-    method: str,
-    steps: int,
-    search: dict[str, Any],
-    progress: bool | None,
-) -> None:
+    search = search or {}
     hyperparameters = [p for p in posterior.parameters() if p.requires_grad]
     if not hyperparameters:
         raise ValueError("there is nothing to tune: no hyperparameter of prior and likelihood requires gradients")
@@ -279,7 +290,7 @@ def validate(
     data = gather(as_source(validation, first.lin, first.likelihood), first.lin, first.likelihood)
     factors = (torch.logspace(-4, 4, 17) if grid is None else torch.as_tensor(grid)).tolist()
     heats = [None] if temperatures is None else _numbers(temperatures)
-    with unless_it_fails(posteriors):
+    with _unless_it_fails(posteriors):
         _on_validation(posteriors, data, factors, heats, progress)
 
 

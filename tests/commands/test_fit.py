@@ -192,7 +192,7 @@ def test_tuning_on_validation_data_may_go_elsewhere(here, capsys):
     assert told["temperature"] == pytest.approx(post.likelihood.temperature.item())
     best = max(step.get("validation_log_prob", -9e9) for step in post.history)
     assert told["validation_log_prob"] == pytest.approx(best, rel=1e-4)
-    assert "temperatures are for validation data" in refused(["tune", "post", "--temperatures", "2"])
+    assert "temperatures: for validation data to choose from" in refused(["tune", "post", "--temperatures", "2"])
     assert refused(["tune", "post", "--validation", "x.npz", "--at", "map"]).endswith(
         "--at is for tuning by evidence, but --validation is given"
     )

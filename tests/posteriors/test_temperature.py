@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 import ntkgp
 from ntkgp.likelihoods import Bernoulli, Categorical, Gaussian
+from ntkgp.posteriors import Mixture
 from ntkgp.posteriors.full import FullPosterior
 from ntkgp.posteriors.prediction import Latent, predictive_of
 
@@ -160,7 +161,7 @@ def test_temperatures_are_positive_numbers(value):
 
 def test_temperatures_need_validation_data_and_a_likelihood_that_has_one(float64):
     problem, gaussian = Problem("mlp", "categorical"), Problem("mlp", "gaussian")
-    with pytest.raises(ValueError, match="temperatures are for validation data"):
+    with pytest.raises(ValueError, match="temperatures: for validation data"):
         problem.fit("full").tune(temperatures=[1.0, 2.0])
     with pytest.raises(ValueError, match="but Gaussian has none"):
         gaussian.fit("full").tune(validation=(gaussian.x, gaussian.y), temperatures=[1.0, 2.0])
@@ -217,10 +218,25 @@ def test_loaded_samples_belong_to_the_hyperparameters_they_were_saved_under(tmp_
     assert_close(a, b, rtol=1e-2, atol=1e-6)  # samples are solved for to a tolerance
 
 
+OTHER_WAY = [{"at": "map"}, {"at": "linear_mode"}, {"steps": 3}, {"method": "fixed_point"}, {"search": {}}]
+
+
+@pytest.mark.parametrize("method", ["sampled", "variational", "function"])
+@pytest.mark.parametrize("options", OTHER_WAY, ids=lambda options: next(iter(options)))
+def test_options_of_the_evidence_are_refused_beside_validation_data(method, options, float64):
+    post = Problem("mlp", "categorical").fit(method, **({"num_inducing": 6} if method == "variational" else {}))
+    ((name, value),) = options.items()
+    for tuned in (post, Mixture([post])):
+        with pytest.raises(ValueError, match=f"{name}={value!r} is for tuning by evidence, but validation is given"):
+            tuned.tune(validation=(Problem().x_new, LABELS), **options)
+    with pytest.raises(ValueError, match="grid: for validation data to choose from, but validation is None"):
+        post.tune(grid=torch.ones(3))
+
+
 @pytest.mark.parametrize("method", ["sampled", "variational", "function"])
 def test_every_posterior_says_that_temperatures_need_validation_data(method, float64):
     options = {"num_inducing": 6} if method == "variational" else {}
-    with pytest.raises(ValueError, match="temperatures are for validation data"):
+    with pytest.raises(ValueError, match="temperatures: for validation data"):
         Problem("mlp", "categorical").fit(method, **options).tune(temperatures=[1.0])
     with pytest.raises(ValueError, match="temperatures must be one number or more, but is empty"):
         Problem("mlp", "categorical").fit(method, **options).tune(validation=(Problem().x_new, LABELS), temperatures=[])
