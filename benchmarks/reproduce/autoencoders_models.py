@@ -173,4 +173,5 @@ MODELS: dict[str, Callable[[Trainer], StochasticAutoencoder]] = {
     "VAE": Trainer.variational,
     "LAE online, calibrated": lambda t: t.warm(t.S["calibrated alpha"], "calibrated"),
     "LAE online, from scratch": lambda t: t.online("mixed", 1.0),
+    "LAE online, from scratch, Kronecker": lambda t: t.online("kron", 1.0),
 }
