@@ -287,9 +287,8 @@ class Table2(Trained):
         yield "BNN damped", lambda: self.kron("bnn", damped=True)
         for M in self.subsets:
             yield f"GP {M}", lambda M=M: self.gp(M)
-            if M in (200, 800):
-                yield f"GP {M} temperature", lambda M=M: self.gp_temperature(M)
         if 200 in self.subsets:
+            yield "GP 200 temperature", lambda: self.gp_temperature(200)
             yield "GP 200 refined", lambda: self.refined(200)
         yield "dropout", self.dropout
         yield "SWAG", self.swag
@@ -326,9 +325,9 @@ class Table2(Trained):
     def gp(self, M: int) -> tuple:
         """The mean is the network's, the covariance that of M images."""
         post = self.function_space(M)
-        post.tune(validation=self.validated, grid=torch.tensor(self.factors(M)), progress=False)
+        post.tune(validation=self.validated, grid=torch.tensor(self.factors(M)), progress=True)
         factor = post.prior.precision.item() / self.precision
-        return lambda x: post.predict(x, num_samples=SAMPLES).probs, {"precision factor": factor}
+        return lambda x: post.predict(x, num_samples=SAMPLES, progress=True).probs, {"precision factor": factor}
 
     def gp_temperature(self, M: int) -> tuple:
         """Choose precision and temperature together, on as many images as MAP's temperature.
