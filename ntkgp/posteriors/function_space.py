@@ -46,7 +46,7 @@ class FunctionSpacePosterior(Posterior):
         if isinstance(prior, LinearPrior):
             budget, atom = self.model.memory_budget, C * C * self.lin.dtype.itemsize * len(prior.atoms)
             if points * (N + 1) * atom <= budget:
-                if N * N * atom <= budget:
+                if N * N * (atom + C * C * self.lin.dtype.itemsize) <= budget:  # beside B
                     self._keep_atoms(prior)
                 return partial(self._remembered_kernel, prior)
         return super()._memory(points)

@@ -167,6 +167,18 @@ def test_a_grid_in_function_space_multiplies_features_once_for_each_group(float6
     assert max(step["validation_log_prob"] for step in post.history[-4:]) == pytest.approx(best)
 
 
+@pytest.mark.parametrize("fits", [False, True])
+def test_a_grid_keeps_the_kernel_only_where_it_and_its_factor_fit_the_memory(fits, float64):
+    problem = Problem("mlp", "categorical", "isotropic")
+    post, points = problem.fit("function"), len(problem.x) * problem.lin.num_outputs
+    post.model.memory_budget = 2 * 8 * points**2 - (0 if fits else 1)
+    post.tune(validation=(problem.x_new, torch.tensor([0, 1, 2, 0, 1])), grid=torch.tensor([0.01, 1.0, 100.0]))
+    assert (post._atoms is not None) == fits
+    other = problem.fit("function")
+    other.prior.precision = post.prior.precision.detach()
+    assert_close(post.predict(problem.x_new).probs, other.predict(problem.x_new).probs)
+
+
 def test_failed_tuning_changes_nothing(float64, monkeypatch):
     post = Problem("mlp", "gaussian").fit("function")
     before = [p.detach().clone() for p in post.parameters()]
