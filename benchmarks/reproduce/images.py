@@ -283,6 +283,7 @@ class Table2(Trained):
         yield "MAP", lambda: (lambda x: probabilities(self.net, x), {"decay": self.decay})
         yield "MAP temperature", self.temperature
         yield "GLM", lambda: self.kron("glm")
+        yield "GLM damped", lambda: self.kron("glm", damped=True)
         yield "BNN", lambda: self.kron("bnn")
         yield "BNN damped", lambda: self.kron("bnn", damped=True)
         for M in self.subsets:
