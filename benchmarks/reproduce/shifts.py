@@ -229,7 +229,9 @@ def report(out: Path) -> str:
                 chosen = ", ".join(f"{key} {value:.3g}" for key, value in found["chosen"].items())
                 lines.append(f"| {name} | {' | '.join(cells)} | {chosen} |")
                 for ax, key in zip(axes[:, column], ("nll", "ece"), strict=True):
-                    ax.plot(s["steps"], s[key], STYLES[name][1], color=STYLES[name][0], linewidth=1, label=name)
+                    color, line = STYLES[name]
+                    above = 3 if "--" in line else 2  # the line of a method that equals another shows between dashes
+                    ax.plot(s["steps"], s[key], line, color=color, linewidth=1, label=name, zorder=above)
             axes[0, column].set(title=drift)
             axes[1, column].set(xlabel="degrees" if drift == "rotation" else "severity")
             lines.append("")
