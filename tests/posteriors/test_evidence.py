@@ -1,5 +1,6 @@
 """Gradients of the evidence, tuning, and what live hyperparameters mean."""
 
+import pkgutil
 from copy import deepcopy
 
 import gpytorch
@@ -195,6 +196,33 @@ def test_failed_tuning_changes_nothing(float64, monkeypatch):
         post.tune()
     for parameter, value in zip(post.parameters(), before, strict=True):
         assert_close(parameter.detach(), value)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "where"),
+    [
+        ("sampled", {}, "ntkgp.posteriors.em._step"),
+        ("variational", {"num_inducing": 6}, "ntkgp.posteriors.sparse.VariationalPosterior.collapsed_bound"),
+    ],
+)
+def test_hyperparameters_go_back_wherever_tuning_fails(method, options, where, float64, monkeypatch):
+    post = Problem("mlp", "gaussian").fit(method, **options)
+    before, moved = [p.detach().clone() for p in post.parameters()], []
+    module, name = where.rsplit(".", 1)
+    owner = pkgutil.resolve_name(module)
+    real = getattr(owner, name)
+
+    def fail(*args, **kwargs):
+        if any(not torch.equal(p, value) for p, value in zip(post.parameters(), before, strict=True)):
+            moved.append(1)
+            raise RuntimeError("broken")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, fail)
+    with pytest.raises(RuntimeError, match="broken"):
+        post.tune(progress=False)
+    assert moved
+    assert all(torch.equal(p, value) for p, value in zip(post.parameters(), before, strict=True))
 
 
 def test_unknown_places_are_named(float64):
