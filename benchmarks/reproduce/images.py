@@ -380,18 +380,24 @@ class Table2(Trained):
                 cells = [f"{cell} ({value:g})" for cell, value in zip(cells, paper, strict=True)]
             choice = ", ".join(f"{k} {s[k]:.3g}" for k in ("decay", "temperature", "precision factor") if k in s)
             lines.append(f"| {name} | {' | '.join(cells)} | {choice} |")
-        shown = [
-            name for name in ("MAP", "BNN", "GLM", "ensemble", *[f"GP {M}" for M in self.subsets]) if name in found
-        ]
-        figure, axes = plt.subplots(1, len(shown), figsize=(2.1 * len(shown), 2.1), sharey=True, layout="constrained")
+        names = ("MAP", "ensemble", "BNN", "GLM", "GLM damped", *(f"GP {M}" for M in self.subsets))
+        shown = [name for name in names if name in found]
+        columns = math.ceil((len(shown) + 1) / 2)  # one place for the legend
+        size = (2.1 * columns, 4)
+        figure, axes = plt.subplots(2, columns, figsize=size, sharex=True, sharey=True, layout="constrained")
         edges = np.linspace(0, math.log(10), 41)
-        for ax, name in zip(np.atleast_1d(axes), shown, strict=True):
+        for ax, name in zip(axes.flat, shown, strict=False):
             for counts, label in zip(found[name]["entropy"], ("inside", "outside"), strict=True):
                 ax.stairs(np.array(counts) / sum(counts), edges, fill=True, alpha=0.5, label=label)
-            ax.set(title=name, xlabel="entropy", ylim=(0, 0.15))
-        np.atleast_1d(axes)[0].legend(frameon=False, fontsize=7)
+            ax.set(title=name, ylim=(0, 0.15))
+            ax.tick_params(labelbottom=True)
+        for ax in axes.flat[len(shown) :]:
+            ax.axis("off")
+        axes.flat[-1].legend(*axes.flat[0].get_legend_handles_labels(), frameon=False, loc="center")
+        figure.supxlabel("entropy", fontsize="medium")
+        figure.supylabel("share of images", fontsize="medium")
         figure.savefig(self.out / "entropy.png", dpi=150)
-        return "\n".join(lines)
+        return "\n".join([*lines, "", f"![entropies of predictions inside and outside]({inside}/entropy.png)"])
 
 
 def main() -> None:
