@@ -9,12 +9,12 @@ from threading import RLock
 import torch
 from torch import Tensor
 
-__all__ = ["empty", "keep_freed_memory"]
+__all__ = ["contiguous", "empty", "keep_freed_memory"]
 
 _WORTH_IT = 32 << 20  # bytes; smaller blocks come from a heap whose pages are there already
 _HUGE_PAGE = 2 << 20
 _LARGEST_LEARNT = 31 << 20  # bytes; glibc learns from blocks of less than 32 MB
-_SPARE_BYTES = 256 << 20  # what blocks that were freed may hold, all together
+_SPARE_BYTES = 1 << 30  # what blocks that were freed may hold, all together
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14, which Python's mmap does not name yet
 
 
@@ -33,6 +33,13 @@ def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
     view = memoryview(block)  # the tensor's storage is what holds it
     weakref.finalize(view, _SPARE.give, block).atexit = False
     return torch.frombuffer(view, dtype=like.dtype).view(shape)
+
+
+def contiguous(x: Tensor) -> Tensor:
+    """Return x without gaps, itself if it has none; a copy is made as :func:`empty` makes room."""
+    if x.is_contiguous() or (torch.is_grad_enabled() and x.requires_grad):
+        return x.contiguous()
+    return empty(x.shape, x).copy_(x)
 
 
 def _fresh(size: int) -> mmap.mmap:
@@ -67,9 +74,11 @@ class _Spare:
             return found
 
     def give(self, block: mmap.mmap) -> None:
-        """Keep a block, if there is room."""
+        """Keep a block, if there is room; the system may take its pages wherever it lacks some (MADV_FREE)."""
         if len(block) > _SPARE_BYTES:
             return
+        with suppress(AttributeError, OSError):
+            block.madvise(mmap.MADV_FREE)
         with self._lock:
             blocks = (*self._blocks, block)
             while sum(map(len, blocks)) > _SPARE_BYTES:

@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 
 from ntkgp.linearization.factors import Dense, Factor, Outer
 from ntkgp.linearization.graph import Node, Use
+from ntkgp.linearization.memory import contiguous
 
 __all__ = ["CONVOLUTION", "RULES", "NoRule", "Rule", "RuleFailed", "apply_rule", "windows"]
 
@@ -130,7 +131,7 @@ def windows(
     spatial = len(kernel)  # x: (*lead, T, channels, *counts, *kernel)
     order = [lead + 1, *range(lead + 2 + spatial, x.ndim), lead, *range(lead + 2, lead + 2 + spatial)]
     x = x.permute(*range(lead), *order)  # (*lead, channels, *kernel, T, *counts)
-    return x.flatten(lead, lead + spatial).flatten(lead + 1).mT
+    return contiguous(x).flatten(lead, lead + spatial).flatten(lead + 1).mT
 
 
 def _by_group(equation: str, A: Tensor, G: Tensor, groups: int) -> Tensor:  # -> (N, C, p)

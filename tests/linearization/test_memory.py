@@ -8,9 +8,34 @@ from threading import Thread
 import pytest
 import torch
 from cases import BY_NAME, relative_error
+from torch.testing import assert_close
 
 from ntkgp import Linearization, NTKKernel, priors
+from ntkgp.likelihoods import SiteBlocks
 from ntkgp.linearization import memory
+
+
+def test_copies_without_gaps_are_made_where_there_are_gaps(monkeypatch):
+    monkeypatch.setattr(memory, "_WORTH_IT", 1)
+    x = torch.arange(6.0).view(2, 3)
+    assert memory.contiguous(x) is x
+    assert torch.equal(memory.contiguous(x.mT), torch.tensor([[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]))
+    learnt = x.clone().requires_grad_()
+    memory.contiguous(learnt.mT)[1].sum().backward()
+    assert torch.equal(learnt.grad, torch.tensor([[0.0, 1.0, 0.0], [0.0, 1.0, 0.0]]))
+
+
+@pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.parametrize(("k", "columns"), [(1, 1), (3, 3), (3, 2), (1, 2)])
+def test_blocks_times_jacobians_on_such_a_block_are_products_of_matrices(T, k, columns, float64, monkeypatch):
+    monkeypatch.setattr(memory, "_WORTH_IT", 1)
+    R, J = SiteBlocks(torch.randn(4, T, k, columns)), torch.randn(4, columns * T, 5)
+    found = R.columns(J)
+    assert (found.shape, found.dtype) == ((4, k * T, 5), torch.float64)
+    assert_close(found, R.dense() @ J, rtol=1e-12, atol=1e-12)
+    R.values.requires_grad_()
+    assert_close(R.columns(J), found, rtol=1e-12, atol=1e-12)
+    assert R.columns(J).requires_grad
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -75,6 +100,21 @@ def test_no_more_memory_is_kept_than_is_allowed(spare):
     large = block(1 << 14)
     del large
     assert {len(b) for b in spare._blocks} == {1 << 13}  # it goes at once, and the others stay
+
+
+def lazily_freed():
+    with open("/proc/self/smaps") as maps:
+        return sum(int(line.split()[1]) << 10 for line in maps if line.startswith("LazyFree:"))
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="only Linux tells what it may take back")
+def test_the_system_may_take_the_pages_of_what_is_kept(spare, monkeypatch):
+    monkeypatch.setattr(memory, "_SPARE_BYTES", 16 << 20)
+    held = block(4 << 20).fill_(1)
+    before, place = lazily_freed(), held.data_ptr()
+    del held
+    assert lazily_freed() - before >= 8 << 20  # the last pages may still wait in a list of a processor's own
+    assert block(4 << 20).data_ptr() == place
 
 
 def test_a_block_that_is_freed_by_another_thread_is_kept(spare):
