@@ -94,6 +94,7 @@ def _histograms(out: Path, found: dict[str, list[dict]]) -> list[str]:
             for which in ("inside", "outside"):
                 counts = np.array(h[which])
                 ax.stairs(counts / counts.sum(), h["edges"], fill=True, alpha=0.5, label=which)
+            ax.locator_params(axis="x", nbins=3)
             ax.set_xlabel(score, loc="left")  # on the right stands the power of ten, if any
         column[0].set(title=name.replace(", ", ",\n"))
         column[0].title.set_fontsize(8)
