@@ -11,14 +11,12 @@ from torch import Tensor
 from torch.linalg import solve_triangular
 
 from ntkgp.inverse.operators import Measurement
-from ntkgp.likelihoods import Likelihood, SiteBlocks
 from ntkgp.linearization import Features, Linearization
 from ntkgp.linearization.features import DenseBlock
 from ntkgp.linearization.inputs import Input
 from ntkgp.operators import gram
 from ntkgp.posteriors import FunctionSpacePosterior
 from ntkgp.posteriors.capacitance import capacitance
-from ntkgp.posteriors.model import LinearModel
 from ntkgp.priors import LinearPrior, Prior
 
 __all__ = ["ObservationSpacePosterior", "PixelGram"]
@@ -78,29 +76,15 @@ class ObservationSpacePosterior(FunctionSpacePosterior):
     the evidence needs the weights nowhere, and its steps no derivative of the network.
 
     Args:
-        model: of the measurement: one point with d_y outputs.
-        prior: N(m₀, S₀).
-        likelihood: of the measurement.
-        shift: δ.
-        sites: R.
+        state: as of every posterior; the model is that of the measurement, one point with d_y outputs.
         K: over pixels.
         A: the operator.
     """
 
     A: Measurement
 
-    def __init__(
-        self,
-        model: LinearModel,
-        prior: Prior,
-        likelihood: Likelihood,
-        shift: Tensor | None = None,
-        sites: SiteBlocks | None = None,
-        *,
-        K: PixelGram,
-        A: Measurement,
-    ) -> None:
-        super().__init__(model, prior, likelihood, shift, sites)
+    def __init__(self, *state: Any, K: PixelGram, A: Measurement) -> None:
+        super().__init__(*state)
         self.K = K
         self.__dict__["A"] = A  # no submodule: its entries are no hyperparameters
         self._expected: tuple[Tensor, Tensor] | None = None

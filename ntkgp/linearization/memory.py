@@ -37,9 +37,7 @@ def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 def contiguous(x: Tensor) -> Tensor:
     """Return x without gaps, itself if it has none; a copy is made as :func:`empty` makes room."""
-    if x.is_contiguous() or (torch.is_grad_enabled() and x.requires_grad):
-        return x.contiguous()
-    return empty(x.shape, x).copy_(x)
+    return x if x.is_contiguous() else empty(x.shape, x).copy_(x)
 
 
 def _fresh(size: int) -> mmap.mmap:
